@@ -1,0 +1,46 @@
+# Every target sets up what it needs: a virtual environment in .venv with the packages of pyproject.toml.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format docs bench clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY) ## Make the virtual environment
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: setup ## Train on handwritten digits with five optimizers; writes a figure and a table to runs/demo
+	$(BIN)/python -m ingot.lab demo --out runs/demo
+
+test: setup ## Run the tests
+	$(BIN)/python -m pytest -n 2
+
+test-slow: setup ## Run the tests that take minutes, too
+	$(BIN)/python -m pytest -n 2 -m "slow or not slow"
+
+lint: setup ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## Put the code into its form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: setup ## Build the documentation into site
+	$(BIN)/mkdocs build --strict
+
+bench: setup ## Measure step times against peers, interleaved in one process
+	$(BIN)/python benchmarks/step_time.py
+
+clean: ## Remove what the other targets made
+	rm -rf $(VENV) site runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

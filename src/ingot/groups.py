@@ -1,0 +1,165 @@
+"""Parameter groups: which parameters are trained, by whom, and whether their settings make sense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ingot.structures import Factory, resolve
+
+Group: TypeAlias = dict[str, Any]
+Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
+
+
+def trained_groups(model: nn.Module, params: Params | None) -> list[Group]:
+    """Groups of parameters from what a user gave: nothing, parameters, torch-style groups, or name patterns.
+
+    Patterns such as ``"*.bias"`` only single parameters out: all others of the model follow in a group of
+    their own. Parameters given as such are exactly those trained, as with torch's optimizers.
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if params is None:
+        return _not_empty([{"params": list(trainable.values())}])
+    given = list(params)
+    groups = [dict(g) for g in given if isinstance(g, Mapping)]
+    if not groups:
+        groups = [{"params": given}]
+    elif len(groups) < len(given):
+        raise TypeError("params mixes groups (dicts) and parameters: put the parameters into a group, too")
+    taken: set[Tensor] = set()
+    by_pattern = False
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, str | Tensor) else list(members)
+        by_pattern |= any(isinstance(member, str) for member in members)
+        group["params"] = [p for member in members for p in _members(member, trainable, taken)]
+        taken.update(group["params"])
+    if by_pattern:
+        groups.insert(0, {"params": [p for p in trainable.values() if p not in taken]})
+    return _not_empty(groups)
+
+
+def _members(member: Any, trainable: dict[str, nn.Parameter], taken: set[Tensor]) -> list[Tensor]:
+    if isinstance(member, tuple):  # as named_parameters() gives them
+        return [member[1]]
+    if not isinstance(member, str):
+        return [member]
+    matching = [p for name, p in trainable.items() if fnmatchcase(name, member)]
+    if not matching:
+        raise ValueError(
+            f"no trainable parameter matches the pattern {member!r}; the model's parameters are named "
+            f"{', '.join(list(trainable)[:8])}{', ...' if len(trainable) > 8 else ''}"
+        )
+    return [p for p in matching if p not in taken]  # the first pattern that matches wins
+
+
+def _not_empty(groups: list[Group]) -> list[Group]:
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise ValueError(
+            "the model has no trainable parameter: check requires_grad, and that lazy modules have run once"
+        )
+    return groups
+
+
+def separate_adamw(groups: list[Group], preconditioned: set[nn.Parameter], adamw: Group) -> list[Group]:
+    """Give the parameters that AdamW trains groups of their own, behind the group they came from."""
+    separated: list[Group] = []
+    for group in groups:
+        layers = [p for p in group["params"] if p in preconditioned]
+        rest = [p for p in group["params"] if p not in preconditioned]
+        separated += [group | {"params": layers}] if layers else []
+        separated += [adamw | group | {"params": rest}] if rest else []
+    return separated
+
+
+def structure_pair(structure: Any) -> tuple[Factory, Factory]:
+    """Factories for K and C from one structure for both or a pair."""
+    if isinstance(structure, tuple | list):
+        if len(structure) != 2:
+            raise ValueError(f"structure is one for both factors or a pair for K and C, got {structure!r}")
+        return resolve(structure[0]), resolve(structure[1])
+    return resolve(structure), resolve(structure)
+
+
+def _number(low: float, high: float = float("inf"), *, open_high: bool = False) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return value.numel() == 1
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and low <= value and (value < high if open_high else value <= high)
+
+    return check
+
+
+def _optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or check(value)
+
+
+def _whole(low: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (_number(0), "a number of at least 0, on AdamW's scale (1e-3 is a good start)"),
+    "approx": (lambda v: v in ("expand", "reduce"), "'expand' or 'reduce'"),
+    "loss_average": (
+        lambda v: v in ("batch", "token", None),
+        "'batch' for a mean over samples, 'token' for a mean over samples and positions, or None for a sum",
+    ),
+    "momentum": (_number(0, 1, open_high=True), "a number from 0 to below 1"),
+    "weight_decay": (_number(0), "a number of at least 0"),
+    "damping": (_number(0), "a number of at least 0"),
+    "precond_lr": (
+        lambda v: callable(v) or _number(0, 1)(v),
+        "a number from 0 to 1, or a function of the number of factor updates",
+    ),
+    "precond_momentum": (_number(0, 1, open_high=True), "a number from 0 to below 1"),
+    "precond_every": (_whole(1), "a whole number of steps, at least 1"),
+    "factor_dtype": (
+        _optional(lambda v: isinstance(v, torch.dtype) and v.is_floating_point),
+        "a floating-point dtype such as torch.bfloat16, or None for the weight's",
+    ),
+    "precond_warmup": (_whole(0), "a whole number of steps, at least 0"),
+    "max_factor_step": (_optional(_number(0, 1, open_high=True)), "a number from 0 to below 1, or None"),
+    "relative_damping": (_flag, "True or False"),
+    "factor_start": (lambda v: v in ("identity", "trace"), "'identity' or 'trace'"),
+    "normalize_step": (_flag, "True or False"),
+    "max_relative_step": (_optional(_number(0)), "a number of at least 0, or None"),
+    "decoupled_weight_decay": (_flag, "True or False"),
+    "betas": (
+        lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(map(_number(0, 1, open_high=True), v)),
+        "a pair of numbers from 0 to below 1",
+    ),
+    "eps": (_number(0), "a number of at least 0"),
+}
+
+
+# The rest of what stands in a group: its members, a name for the user's eyes, what torch's schedulers write.
+_ALLOWED = frozenset({"params", "param_names", "name", "structure"})
+_ALLOWED |= {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
+
+
+def check_group(group: Group) -> None:
+    """Refuse settings that make no sense, and say what would."""
+    for name, (check, wanted) in _CHECKS.items():
+        if not check(group[name]):
+            raise ValueError(f"{name} must be {wanted}; got {group[name]!r}")
+    structure_pair(group["structure"])
+    known = {*_CHECKS, "structure", "params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr"}
+    known |= {
+        "max_momentum",
+        "base_momentum",
+        "name",
+    }  # written by torch's schedulers, or for the user's eyes
+    for name in group:
+        if name not in known:
+            raise ValueError(f"{name!r} is no setting of a parameter group; these are: {', '.join(_CHECKS)}")

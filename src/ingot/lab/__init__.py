@@ -1,0 +1,1 @@
+"""The laboratory: training, comparing and plotting optimizers. The library itself never imports it."""

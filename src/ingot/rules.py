@@ -1,0 +1,314 @@
+"""The paper's mathematics as pure functions, to be read beside its Figures 3 and 4.
+
+Letters are the paper's: a layer has weight W ``[d_o, d_i]``, inputs ``a`` with U = mean(a aᵀ), output
+gradients ``g`` with G = mean(g gᵀ), and factors K ``[d_i, d_i]`` and C ``[d_o, d_o]`` such that K Kᵀ ⊗ C Cᵀ
+approximates the inverse of U ⊗ G. All tensors carry any number of leading batch dimensions; per-matrix
+numbers such as traces are ``[..., 1]``, and traces are divided by the dimension to keep their range.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ingot.structures import Structure
+
+
+class Factor(NamedTuple):
+    """One side of a layer: a structure and the entries of K or C."""
+
+    structure: Structure
+    entries: Tensor
+
+
+# --- The inverse-free family ----------------------------------------------------------------------------
+
+
+def curvature(factor: Factor, x: Tensor) -> Tensor:
+    """Π̂(H) with H = Kᵀ X Xᵀ K, for the columns ``x [..., dim, n]`` whose X Xᵀ is U or G."""
+    return factor.structure.gram(factor.structure.apply_t(factor.entries, x))
+
+
+def direction(factor: Factor, h: Tensor, weight: Tensor | float, damping: Tensor | float) -> Tensor:
+    """½ Π̂(w H + λ KᵀK - I): where the factor should move, in its logarithm space."""
+    s, entries = factor
+    return 0.5 * (weight * h + damping * s.self_gram(entries) - s.identity_like(entries))
+
+
+def ingd(k: Factor, c: Factor, h_k: Tensor, h_c: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Both directions of INGD and SINGD: each factor weighs its terms with the other one's traces."""
+    square_k = k.structure.inner(k.entries, k.entries) / k.structure.dim  # tr(KᵀK) / d_i
+    square_c = c.structure.inner(c.entries, c.entries) / c.structure.dim
+    return (
+        direction(k, h_k, c.structure.mean_trace(h_c), damping * square_c),
+        direction(c, h_c, k.structure.mean_trace(h_k), damping * square_k),
+    )
+
+
+def ikfac(
+    k: Factor, c: Factor, h_k: Tensor, h_c: Tensor, damping_k: Tensor | float, damping_c: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """Both directions of IKFAC: the traces of INGD replaced by those of the identity."""
+    return direction(k, h_k, 1.0, damping_k), direction(c, h_c, 1.0, damping_c)
+
+
+def move(factor: Factor, m: Tensor, lr: Tensor | float) -> Tensor:
+    """K (I - β₁ m): the exponential map, cut off after its linear term."""
+    return factor.entries - lr * factor.structure.matmul(factor.entries, m)
+
+
+def natural_gradient(k: Factor, c: Factor, gradient: Tensor) -> Tensor:
+    """C Cᵀ ∇W K Kᵀ."""
+    left = c.structure.apply(c.entries, c.structure.apply_t(c.entries, gradient))
+    return k.structure.apply(k.entries, k.structure.apply_t(k.entries, left.mT)).mT
+
+
+# --- KFAC, which inverts --------------------------------------------------------------------------------
+
+
+def moving_average(old: Tensor, new: Tensor, rate: float) -> Tensor:
+    """S ← (1 - β₁) S + β₁ U."""
+    return torch.lerp(old, new, rate)
+
+
+def damped_inverse(structure: Structure, s: Tensor, damping: Tensor | float) -> Tensor:
+    """(S + λ I)⁻¹."""
+    return structure.inverse(s + damping * structure.identity_like(s))
+
+
+def kfac_gradient(inverse_k: Factor, inverse_c: Factor, gradient: Tensor) -> Tensor:
+    """S_C⁻¹ ∇W S_K⁻¹, for symmetric inverses."""
+    left = inverse_c.structure.apply(inverse_c.entries, gradient)
+    return inverse_k.structure.apply(inverse_k.entries, left.mT).mT
+
+
+# --- What keeps long runs stable; the paper's step uses none of it --------------------------------------
+
+
+def spectral_norm(structure: Structure, m: Tensor, iterations: int = 3) -> Tensor:
+    """|m|₂ by power iteration on mᵀm (on m itself it misses the norm of a non-symmetric m), ``[..., 1]``."""
+    # A fixed start with no preferred direction: the fractional parts of multiples of the golden ratio.
+    start = (torch.arange(1, structure.dim + 1, device=m.device, dtype=m.dtype) * 0.6180339887).frac() - 0.4
+    tiny = torch.finfo(m.dtype).tiny
+    x = start.unsqueeze(-1).expand(*m.shape[:-1], structure.dim, 1)
+    norm = torch.linalg.vector_norm(x, dim=-2, keepdim=True)
+    for _ in range(iterations):
+        x = structure.apply_t(m, structure.apply(m, x / norm.clamp_min(tiny)))
+        norm = torch.linalg.vector_norm(x, dim=-2, keepdim=True)
+    return norm.squeeze(-1).sqrt()
+
+
+def bounded_rate(structure: Structure, m: Tensor, lr: float, max_step: float | None) -> Tensor | float:
+    """β₁, lowered where β₁ |m|₂ would exceed ``max_step``, so that I - β₁ m stays well inside the group."""
+    if max_step is None:
+        return lr
+    norm = spectral_norm(structure, m)
+    return (max_step / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(lr)
+
+
+def warmed_rate(lr: float, updates: int) -> float:
+    """β₁ after so many updates: like a running mean in the beginning, then constant."""
+    return max(lr, 1 / (updates + 2))
+
+
+# --- The weight step ------------------------------------------------------------------------------------
+
+
+def root_mean_square(tensors: list[Tensor]) -> Tensor:
+    """The root mean square of all entries together."""
+    squares = torch.stack([tensor.float().square().sum() for tensor in tensors]).sum()
+    return (squares / sum(tensor.numel() for tensor in tensors)).sqrt()
+
+
+def step_length(
+    lr: Tensor | float, momentum_rms: Tensor, weight_rms: Tensor, d_i: int, max_relative: float | None
+) -> Tensor:
+    """What a layer's momentum is multiplied with so that its weights change by about ``lr``, as AdamW's do.
+
+    The root mean square of the change is ``lr``, and at most ``max_relative`` of that of the weights
+    themselves (or of PyTorch's initial weights, if these are larger).
+    """
+    length = torch.as_tensor(lr, dtype=momentum_rms.dtype, device=momentum_rms.device)
+    if max_relative is not None:
+        length = torch.minimum(length, max_relative * weight_rms.clamp_min((3 * d_i) ** -0.5))
+    return length / momentum_rms.clamp_min(torch.finfo(momentum_rms.dtype).tiny)
+
+
+# --- The rules as the optimizer calls them --------------------------------------------------------------
+
+
+class Statistics(NamedTuple):
+    """The curvature of a batch as one factor update sees it."""
+
+    k: Tensor  # Π̂(Kᵀ U K) for the inverse-free rules, Π̂(U) for KFAC
+    c: Tensor
+    trace_u: Tensor  # tr(U) / d_i, [..., 1]
+    trace_g: Tensor
+
+
+class Settings(NamedTuple):
+    """The numbers of one factor update."""
+
+    lr: float  # β₁ in the paper
+    momentum: float  # α₁
+    damping: float  # λ
+    relative_damping: bool
+    max_step: float | None
+    start: str  # "identity" or "trace"
+
+
+State = dict[str, Tensor]
+Pair = tuple[Structure, Structure]
+
+
+_NO_MOMENTUM = "{} has no Riemannian momentum: leave precond_momentum at 0, or choose SINGD, which has"
+
+
+class Rule(ABC):
+    """How a member of the family keeps its factors: what it stores, how it updates, how it preconditions.
+
+    The state of a layer is a dict of flat tensors. ``update`` and ``start`` return new tensors and change
+    nothing. ``names`` are the state's keys for the K and the C side, ``keys`` all that may occur.
+    """
+
+    names: ClassVar[tuple[str, str]]
+    keys: ClassVar[tuple[str, ...]]
+
+    def start(self, structures: Pair, like: Tensor, batch: tuple[int, ...]) -> State:
+        """Identity factors."""
+        return {
+            name: s.identity_like(like).repeat(*batch, 1)
+            for name, s in zip(self.names, structures, strict=True)
+        }
+
+    def check(self, structures: Pair, momentum: float) -> None:  # noqa: B027, most rules refuse nothing
+        """Refuse what the rule cannot do, and say what can."""
+
+    @abstractmethod
+    def statistic(self, factor: Factor, x: Tensor) -> Tensor:
+        """What a batch's columns contribute to one side's statistics."""
+
+    @abstractmethod
+    def update(
+        self, structures: Pair, state: State, seen: Statistics, settings: Settings, updates: int
+    ) -> State:
+        """The state after a factor update, of which there have been ``updates`` so far."""
+
+    @abstractmethod
+    def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
+        """The natural gradient of the layer's matrix."""
+
+    def _traces(self, state: State, seen: Statistics, settings: Settings, updates: int) -> State:
+        """Moving averages of tr(U)/d_i and tr(G)/d_o, where damping is relative to them."""
+        if not settings.relative_damping and settings.start == "identity":
+            return {}
+        rate = max(0.05, 1 / (updates + 1))
+        old_u, old_g = state.get("trace_u", seen.trace_u), state.get("trace_g", seen.trace_g)
+        return {
+            "trace_u": moving_average(old_u, seen.trace_u, rate),
+            "trace_g": moving_average(old_g, seen.trace_g, rate),
+        }
+
+    def _dampings(self, settings: Settings, traces: State) -> tuple[Tensor | float, Tensor | float]:
+        """λ for U and for G: as given, or in proportion to their traces so that the product is λ tr tr."""
+        if not settings.relative_damping:
+            return settings.damping, settings.damping
+        root = settings.damping**0.5
+        return root * traces["trace_u"], root * traces["trace_g"]
+
+
+@dataclass(frozen=True)
+class InverseFree(Rule):
+    """INGD and SINGD (adaptive traces) and IKFAC (none): K and C move, nothing is inverted."""
+
+    adaptive: bool
+    names = ("K", "C")
+    keys = ("K", "C", "m_K", "m_C", "trace_u", "trace_g")
+
+    def check(self, structures: Pair, momentum: float) -> None:
+        if momentum and not self.adaptive:
+            raise ValueError(_NO_MOMENTUM.format("IKFAC"))
+
+    def statistic(self, factor: Factor, x: Tensor) -> Tensor:
+        return curvature(factor, x)
+
+    def update(
+        self, structures: Pair, state: State, seen: Statistics, settings: Settings, updates: int
+    ) -> State:
+        traces = self._traces(state, seen, settings, updates)
+        k, c = (Factor(s, state[name]) for s, name in zip(structures, self.names, strict=True))
+        h_k, h_c = seen.k, seen.c
+        damping_k, damping_c = self._dampings(settings, traces)
+        if updates == 0 and settings.start == "trace":
+            # Until now the factors were the identity and H was U: start at (tr(U)/d + λ)^-½ I instead.
+            scale_k, scale_c = (
+                (traces["trace_u"] + damping_k).rsqrt(),
+                (traces["trace_g"] + damping_c).rsqrt(),
+            )
+            k, c = k._replace(entries=k.entries * scale_k), c._replace(entries=c.entries * scale_c)
+            h_k, h_c = h_k * scale_k**2, h_c * scale_c**2
+        if self.adaptive:
+            damping = damping_k * damping_c if settings.relative_damping else settings.damping
+            directions = ingd(k, c, h_k, h_c, damping)
+        else:
+            directions = ikfac(k, c, h_k, h_c, damping_k, damping_c)
+        new = dict(traces)
+        for name, factor, m in zip(self.names, (k, c), directions, strict=True):
+            if settings.momentum:
+                old = state.get(f"m_{name}", torch.zeros_like(m))
+                m = new[f"m_{name}"] = settings.momentum * old + m
+            new[name] = move(factor, m, bounded_rate(factor.structure, m, settings.lr, settings.max_step))
+        return new
+
+    def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
+        k, c = (Factor(s, state[name]) for s, name in zip(structures, self.names, strict=True))
+        return natural_gradient(k, c, gradient)
+
+
+class Inverting(Rule):
+    """KFAC: S_K and S_C are moving averages, damped and inverted at every update."""
+
+    names = ("S_K", "S_C")
+    keys = ("S_K", "S_C", "S_K_inverse", "S_C_inverse", "trace_u", "trace_g")
+
+    def check(self, structures: Pair, momentum: float) -> None:
+        for structure in structures:
+            if not structure.invertible:
+                raise ValueError(
+                    f"KFAC inverts its factors and cannot take {structure}: choose 'dense', "
+                    "'block_diagonal(k)' or 'diagonal', or IKFAC, which makes the same step without "
+                    "inverting, for any structure"
+                )
+        if momentum:
+            raise ValueError(_NO_MOMENTUM.format("KFAC"))
+
+    def start(self, structures: Pair, like: Tensor, batch: tuple[int, ...]) -> State:
+        state = super().start(structures, like, batch)
+        return state | {f"{name}_inverse": entries.clone() for name, entries in state.items()}
+
+    def statistic(self, factor: Factor, x: Tensor) -> Tensor:
+        return factor.structure.gram(x)
+
+    def update(
+        self, structures: Pair, state: State, seen: Statistics, settings: Settings, updates: int
+    ) -> State:
+        traces = self._traces(state, seen, settings, updates)
+        dampings = self._dampings(settings, traces)
+        new = dict(traces)
+        for name, s, seen_s, trace, damping in zip(
+            self.names, structures, (seen.k, seen.c), ("trace_u", "trace_g"), dampings, strict=True
+        ):
+            old = state[name]
+            if updates == 0 and settings.start == "trace":
+                old = old * traces[trace]
+            new[name] = moving_average(old, seen_s, settings.lr)
+            new[f"{name}_inverse"] = damped_inverse(s, new[name], damping)
+        return new
+
+    def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
+        k, c = (Factor(s, state[f"{name}_inverse"]) for s, name in zip(structures, self.names, strict=True))
+        return kfac_gradient(k, c, gradient)

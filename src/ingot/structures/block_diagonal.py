@@ -1,0 +1,89 @@
+"""Block-diagonal matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ingot.structures.base import Structure
+from ingot.structures.dense import Dense
+
+
+@dataclass(frozen=True)
+class BlockDiagonal(Structure):
+    """Dense blocks of ``block`` rows along the diagonal.
+
+    The last block is smaller where ``block`` does not divide ``dim``; a block larger than ``dim`` shrinks.
+    Entries are stored block after block, each row by row.
+    """
+
+    dim: int
+    block: int = 32
+    invertible = True
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"a block-diagonal structure needs blocks of at least 1 row, got {self.block}")
+        object.__setattr__(self, "block", min(self.block, self.dim))
+
+    @property
+    def numel(self) -> int:
+        return self._full * self.block**2 + self._tail**2
+
+    @property
+    def _full(self) -> int:
+        """How many blocks have the full size."""
+        return self.dim // self.block
+
+    @property
+    def _tail(self) -> int:
+        """The size of the last, smaller block, or 0."""
+        return self.dim % self.block
+
+    def _blocks(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        """The full blocks ``[..., count, block, block]`` and the last one ``[..., tail, tail]``."""
+        full, tail = a.split((self._full * self.block**2, self._tail**2), dim=-1)
+        return (
+            full.unflatten(-1, (self._full, self.block, self.block)),
+            tail.unflatten(-1, (self._tail, self._tail)),
+        )
+
+    def _rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of a dense matrix, cut as the blocks are."""
+        full, tail = x.split((self._full * self.block, self._tail), dim=-2)
+        return full.unflatten(-2, (self._full, self.block)), tail
+
+    def _join_blocks(self, full: Tensor, tail: Tensor) -> Tensor:
+        full = full.flatten(-3)
+        return torch.cat((full, tail.flatten(-2)), dim=-1) if self._tail else full
+
+    def _join_rows(self, full: Tensor, tail: Tensor) -> Tensor:
+        full = full.flatten(-3, -2)
+        return torch.cat((full, tail), dim=-2) if self._tail else full
+
+    def identity(self, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+        full = Dense(self.block).identity(dtype=dtype, device=device).repeat(self._full)
+        return torch.cat((full, Dense(self._tail).identity(dtype=dtype, device=device)))
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._join_blocks(*(p @ q for p, q in zip(self._blocks(a), self._blocks(b), strict=True)))
+
+    def apply(self, a: Tensor, x: Tensor) -> Tensor:
+        return self._join_rows(*(p @ q for p, q in zip(self._blocks(a), self._rows(x), strict=True)))
+
+    def apply_t(self, a: Tensor, x: Tensor) -> Tensor:
+        return self._join_rows(*(p.mT @ q for p, q in zip(self._blocks(a), self._rows(x), strict=True)))
+
+    def gram(self, x: Tensor) -> Tensor:
+        return self._join_blocks(*(p @ p.mT for p in self._rows(x)))
+
+    def self_gram(self, a: Tensor) -> Tensor:
+        return self._join_blocks(*(p.mT @ p for p in self._blocks(a)))
+
+    def inverse(self, a: Tensor) -> Tensor:
+        return self._join_blocks(*(torch.linalg.inv_ex(p).inverse for p in self._blocks(a)))
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.block},{self.dim})"

@@ -1,0 +1,167 @@
+"""One contract for every structure: those in the registry, and compositions of them."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ingot.structures import Structure, bind, parse, registered
+from tests.structures.oracle import project
+
+# Everything that has a name is tested as it is; what needs arguments is tested in the compositions.
+NAMED = sorted(set(registered()) - {"upper", "lower"})
+COMPOSED = [
+    "block_diagonal(1)",
+    "block_diagonal(7)",
+    "block_diagonal(100)",
+    "rank_triu(3)",
+    "rank_tril(4)",
+    "rank_triu_mirrored(5)",
+    "rank_tril_mirrored(2)",
+    "hierarchical(2,3)",
+    "hierarchical(15,15)",
+    "upper(dense(4),diagonal)",
+    "upper(dense(5),triu_toeplitz)",
+    "lower(tril_toeplitz(6),block_diagonal(3))",
+    "upper(diagonal,tril_toeplitz(7))",
+    "lower(triu(5),tril)",
+    "upper(block_diagonal(2,9),lower(diagonal,dense(3)))",
+    "lower(upper(dense(2),diagonal(6)),upper(triu_toeplitz(4),tril_toeplitz))",
+]
+DIMS = range(1, 41)
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
+
+
+@pytest.fixture(params=NAMED + COMPOSED)
+def text(request) -> str:
+    return request.param
+
+
+def _elements(structure: Structure, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Elements in two batch dimensions, no larger in norm for larger dimensions."""
+    return torch.randn(count, 2, 3, structure.numel, dtype=dtype) / structure.dim**0.5
+
+
+def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_are_those_of_the_matrices(text, dtype):
+    for dim in DIMS:
+        s = bind(parse(text), dim)
+        a, b = _elements(s, 2, dtype)
+        x = torch.randn(2, 3, dim, 5, dtype=dtype)
+        dense_a, dense_b = s.dense(a), s.dense(b)
+        assert a.shape == (2, 3, s.numel)
+        assert dense_a.shape == (2, 3, dim, dim)
+        _close(s.dense(s.matmul(a, b)), dense_a @ dense_b)  # closed under multiplication
+        _close(s.apply(a, x), dense_a @ x)
+        _close(s.apply_t(a, x), dense_a.mT @ x)
+        _close(s.apply(a[0, 0], x), dense_a[0, 0] @ x)  # batch dimensions broadcast
+        _close(s.dense(a + 3 * b), dense_a + 3 * dense_b)
+        _close(s.inner(a, b).squeeze(-1), (dense_a * dense_b).sum((-2, -1)))
+        _close(s.mean_trace(a).squeeze(-1), dense_a.diagonal(dim1=-2, dim2=-1).mean(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_identity(text, dtype):
+    for dim in DIMS:
+        s = bind(parse(text), dim)
+        one, a = s.identity(dtype=dtype), _elements(s, 1, dtype)[0]
+        assert one.shape == (s.numel,)
+        _close(s.dense(one), torch.eye(dim, dtype=dtype))
+        _close(s.matmul(one, a), a)
+        _close(s.matmul(a, one), a)
+
+
+def test_entries_are_free_and_each_stands_for_itself(text):
+    """No two entries describe the same matrix, and each one alone fills places with ones."""
+    for dim in (1, 2, 9, 40):
+        s = bind(parse(text), dim)
+        matrices = s.dense(torch.eye(s.numel, dtype=torch.float64)).round(decimals=9)
+        assert set(matrices.unique().tolist()) <= {0.0, 1.0}
+        assert matrices.sum(0).max() <= 1  # disjoint places
+        assert matrices.flatten(1).any(1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_projections_are_the_smallest_solutions(text, dtype):
+    for dim in DIMS:
+        s = bind(parse(text), dim)
+        a = _elements(s, 1, dtype)[0, :, :1]
+        x = torch.randn(2, 1, dim, 4, dtype=dtype)
+        for projected, factor in ((s.gram(x), x), (s.self_gram(a), s.dense(a).mT)):
+            assert projected.shape == (2, 1, s.numel)
+            factor = factor[1, 0].double()
+            expected = project(s, factor @ factor.mT).to(dtype)
+            _close(projected[1, 0], expected)
+
+
+def test_inverses_where_they_exist(text):
+    for dim in (1, 2, 9, 40):
+        s = bind(parse(text), dim)
+        root = torch.randn(2, dim, 2 * dim + 4, dtype=torch.float64)
+        a = s.gram(root)
+        if s.invertible:
+            _close(s.dense(s.inverse(a)), torch.linalg.inv(s.dense(a)))
+        else:
+            with pytest.raises(NotImplementedError, match="IKFAC"):
+                s.inverse(a)
+
+
+def test_text_of_a_structure_names_it(text):
+    for dim in DIMS:
+        s = bind(parse(text), dim)
+        assert s.dim == dim
+        assert bind(parse(str(s)), dim) == s
+        assert hash(s) == hash(bind(parse(text), dim))
+
+
+class _Watch(TorchDispatchMode):
+    """Remembers the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.largest = max(self.largest, leaf.untyped_storage().nbytes() // 4)
+        return result
+
+
+def _largest_allocation(s: Structure) -> int:
+    a, x = torch.randn(s.numel), torch.randn(s.dim, 8)
+    with _Watch() as watch:
+        s.identity()
+        s.matmul(a, a)
+        s.apply(a, x)
+        s.apply_t(a, x)
+        s.gram(x)
+        s.self_gram(a)
+        s.inner(a, a)
+        s.mean_trace(a)
+        if s.invertible:
+            s.inverse(a)
+    return watch.largest
+
+
+SPARSE = [t for t in NAMED if t not in ("dense", "tril", "triu")]
+SPARSE += ["rank_triu(30)", "hierarchical(30,30)", "upper(dense(16),lower(triu_toeplitz,dense(16)))"]
+
+
+@pytest.mark.parametrize("sparse", SPARSE)
+def test_nothing_of_dim_times_dim_is_allocated(sparse):
+    dim = 4096
+    assert _largest_allocation(bind(parse(sparse), dim)) < dim * dim / 8
+
+
+@pytest.mark.parametrize("full", ["dense", "tril"])
+def test_the_watch_sees_what_is_allocated(full):
+    dim = 512
+    assert _largest_allocation(bind(parse(full), dim)) >= dim * dim
