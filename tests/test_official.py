@@ -108,7 +108,7 @@ SETTINGS = [
     Setting(1, 0.01, 0.9, 0.5, "batch"),
 ]
 # Learning rates of weights and factors at which the official trajectory is far from diverging.
-RATES = {"batch": (5e-3, 1e-2), "token": (5e-3, 2e-3), "sum": (5e-4, 2e-4)}
+RATES = {"batch": (5e-3, 5e-3), "token": (5e-3, 2e-3), "sum": (5e-4, 2e-4)}
 GRID = list(itertools.product(STRUCTURES, MODELS, ("expand", "reduce"), (False, True)))
 CASES = [(*case, SETTINGS[i % len(SETTINGS)]) for i, case in enumerate(GRID)]
 CASES += list(itertools.product(["dense"], MODELS, ["expand"], (False, True), SETTINGS))

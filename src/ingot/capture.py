@@ -84,7 +84,7 @@ class Layer:
         return a, g, batch, places
 
 
-def find_layers(model: nn.Module, trained: set[nn.Parameter]) -> dict[nn.Parameter, Layer]:
+def find_layers(model: nn.Module, trained: set[Tensor]) -> dict[nn.Parameter, Layer]:
     """The layers of known families whose weights are trained, by weight."""
     layers: dict[nn.Parameter, Layer] = {}
     for name, module in model.named_modules():

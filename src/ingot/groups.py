@@ -36,8 +36,11 @@ def trained_groups(model: nn.Module, params: Params | None) -> list[Group]:
         members = group["params"]
         members = [members] if isinstance(members, str | Tensor) else list(members)
         by_pattern |= any(isinstance(member, str) for member in members)
-        group["params"] = [p for member in members for p in _members(member, trainable, taken)]
-        taken.update(group["params"])
+        group["params"] = []
+        for member in members:
+            chosen = _members(member, trainable, taken)
+            group["params"] += chosen
+            taken.update(chosen)
     if by_pattern:
         groups.insert(0, {"params": [p for p in trainable.values() if p not in taken]})
     return _not_empty(groups)

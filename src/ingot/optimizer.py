@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw as functional_adamw
+from torch.utils.hooks import RemovableHandle
 
 from ingot.capture import Layer, find_layers, install, summed
 from ingot.groups import Group, Params, check_group, separate_adamw, structure_pair, trained_groups
@@ -113,20 +114,37 @@ class NaturalGradient(Optimizer):
                 f"{type(self).__name__}(model), not {type(self).__name__}(model.parameters())"
             )
         groups = trained_groups(model, params)
-        self._layers = find_layers(model, {p for group in groups for p in group["params"]})
-        self._layer_of = {module: layer for layer in self._layers.values() for module in layer.modules}
-        preconditioned = {p for layer in self._layers.values() for p in layer.parameters}
+        found = find_layers(model, {p for group in groups for p in group["params"]})
+        preconditioned = {p for layer in found.values() for p in layer.parameters}
         self._group_index: dict[Tensor, int] = {}
+        self._layers: dict[nn.Parameter, Layer] = {}
+        self._structures: dict[nn.Parameter, Pair] = {}
+        self._layer_of: dict[nn.Module, Layer] = {}
+        self._handles: list[RemovableHandle] = []
+        self._model: nn.Module | None = None  # while groups are added one by one, layers are incomplete
         super().__init__(separate_adamw(groups, preconditioned, dict(adamw or {})), defaults)
-        self._structures = {weight: self._bind(layer) for weight, layer in self._layers.items()}
-        self._handles = [install(module, layer.adapter, self) for module, layer in self._layer_of.items()]
+        self._model = model
+        self._adopt_layers(model)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, as with any torch optimizer; its settings are checked."""
+        """Add a group, as with any torch optimizer; layers of the model are preconditioned there, too."""
+        check_group(self.defaults | param_group)
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        check_group(group)
-        self._group_index.update(dict.fromkeys(group["params"], len(self.param_groups) - 1))
+        members = self.param_groups[-1]["params"]
+        self._group_index.update(dict.fromkeys(members, len(self.param_groups) - 1))
+        if self._model is not None:
+            self._adopt_layers(self._model)
+
+    def _adopt_layers(self, model: nn.Module) -> None:
+        """Hook the layers whose weights are trained and not yet known."""
+        for weight, layer in find_layers(model, set(self._group_index)).items():
+            if weight in self._layers:
+                continue
+            self._structures[weight] = self._bind(layer)
+            self._layers[weight] = layer
+            for module in layer.modules:
+                self._layer_of[module] = layer
+                self._handles.append(install(module, layer.adapter, self))
 
     def _group(self, parameter: Tensor) -> Group:
         return self.param_groups[self._group_index[parameter]]
@@ -134,9 +152,10 @@ class NaturalGradient(Optimizer):
     def _bind(self, layer: Layer) -> Pair:
         """The structures of a layer's factors, for its dimensions."""
         _, d_o, d_i = layer.shape
-        of_k, of_c = structure_pair(self._group(layer.weight)["structure"])
+        group = self._group(layer.weight)
+        of_k, of_c = structure_pair(group["structure"])
         pair = bind(of_k, d_i), bind(of_c, d_o)
-        self.rule.check(pair, self._group(layer.weight)["precond_momentum"])
+        self.rule.check(pair, group["precond_momentum"])
         return pair
 
     # --- Backward: statistics come in -------------------------------------------------------------------
@@ -193,14 +212,15 @@ class NaturalGradient(Optimizer):
         super().load_state_dict(state_dict)
         for group, old in zip(self.param_groups, before, strict=True):
             group |= {k: v for k, v in old.items() if k not in group}
-        # torch casts a parameter's state to the parameter's dtype; factors may have one of their own.
+        # torch casts state to its parameter's dtype, which factors need not share, and keeps the caller's own
+        # tensors, which training would then change.
         saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
         parameters = (p for group in self.param_groups for p in group["params"])
         for i, p in zip(saved_ids, parameters, strict=True):
-            saved = state_dict["state"].get(i, {})
-            self.state[p] |= {
-                key: saved[key].to(p.device, copy=True) for key in self.rule.keys if key in saved
-            }
+            state, saved = self.state[p], state_dict["state"].get(i, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = (saved[key] if key in self.rule.keys else value).to(p.device, copy=True)
         for layer in self._layers.values():
             layer.pending = None
 

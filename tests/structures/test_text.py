@@ -1,4 +1,4 @@
-"""Structures named by text, shrunk to the layer, refused with a list of what is possible, registered by users."""
+"""Structures named by text, shrunk to the layer, refused with what is possible, registered by users."""
 
 from dataclasses import dataclass
 

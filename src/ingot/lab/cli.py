@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from ingot import __version__
@@ -75,7 +75,7 @@ def demo(
         int, typer.Option(callback=_positive, help="Runs of every optimizer, from seeds 0, 1, 2, ...")
     ] = 3,
     threads: Annotated[
-        int, typer.Option(callback=_threads, help="Threads of torch; tensors this small are fastest on one.")
+        int, typer.Option(callback=_threads, help="Threads of torch; on small tensors, more can be slower.")
     ] = 1,
 ) -> None:
     """Train a small network on handwritten digits with several optimizers and compare them, in a minute."""
@@ -90,7 +90,7 @@ def demo(
     (out / "records.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     report = out / "report.md"
     report.write_text(markdown_report(rows, settings), encoding="utf-8")
-    console.print(rich_table(rows, title=f"{task.title}, after {steps} steps"))
+    console.print(rich_table(rows, title=f"{task.title}: after {steps} steps"))
     typer.echo(report)  # not through rich, which would break a long path
 
 
@@ -98,29 +98,37 @@ def demo(
 
 
 def train_all(task: Task, schedule: Schedule, seeds: Sequence[int], console: Console) -> list[Run]:
-    """Train with every registered optimizer from every seed; each shows a bar, or in a file a line."""
+    """Train with every registered optimizer from every seed; a bar for each optimizer, in a file a line each.
+
+    All optimizers take a turn before the next seed's, so that a machine that slows down slows them all.
+    """
     columns = (
         TextColumn("{task.description:<6}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        TextColumn("test error {task.fields[error]}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.fields[error]}"),
+        TextColumn("{task.fields[left]}"),
     )
     runs: list[Run] = []
     with Progress(*columns, console=console, disable=not console.is_terminal, refresh_per_second=5) as bars:
-        for name in OPTIMIZERS:
-            bar = bars.add_task(name, total=schedule.steps * len(seeds), error="")
-            watch = partial(_advance, bars, bar)
-            mine = [train(task, name, seed, schedule, watch) for seed in seeds]
-            if not console.is_terminal:
-                seconds = sum(run.seconds[-1] for run in mine)
-                console.print(f"{name:<6} {len(seeds)} × {schedule.steps} steps in {seconds:.1f} s")
-            runs += mine
+        total = schedule.steps * len(seeds)
+        ids = {name: bars.add_task(name, total=total, error="waiting", left="") for name in OPTIMIZERS}
+        for seed in seeds:
+            for name, bar in ids.items():
+                run = train(task, name, seed, schedule, partial(_advance, bars, bar))
+                runs.append(run)
+                if not console.is_terminal:
+                    error, seconds = run.test_error_percent[-1], run.seconds[-1]
+                    console.print(f"seed {seed}  {name:<6} test error {error:5.2f} %  {seconds:5.1f} s")
     return runs
 
 
 def _advance(bars: Progress, bar: TaskID, run: Run) -> None:
-    bars.update(bar, advance=1, error=f"{run.test_error_percent[-1]:5.2f} %")
+    """One step further; the time left is this optimizer's own, as the others train in between."""
+    bars.update(bar, advance=1, error=f"test error {run.test_error_percent[-1]:5.2f} %")
+    if run.steps[-1]:
+        steps = bars.tasks[bar].remaining or 0
+        bars.update(bar, left=f"{steps * run.seconds[-1] / run.steps[-1]:3.0f} s left")
 
 
 # --- Report ---------------------------------------------------------------------------------------------
@@ -187,7 +195,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> 
 def markdown_report(rows: Sequence[tuple[str, ...]], settings: dict[str, str | int]) -> str:
     """The report: results, figure, settings."""
     return f"""\
-# Optimizers compared: {settings["task"]}
+# {settings["task"]}: optimizers compared
 
 {markdown_table(COLUMNS, rows)}
 

@@ -36,7 +36,7 @@ def digits() -> Task:
         images, labels, test_size=TEST_EXAMPLES, stratify=labels, random_state=0
     )
     return Task(
-        title="small convolutional network on scikit-learn's digits",
+        title="Small convolutional network on scikit-learn's digits",
         train_x=_pixels(train_x),
         train_y=torch.as_tensor(train_y),
         test_x=_pixels(test_x),

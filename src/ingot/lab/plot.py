@@ -49,7 +49,7 @@ def plot_error(runs: Sequence[Run], title: str, dashed: Collection[str] = ()) ->
         axes.spines[["top", "right"]].set_visible(False)
     seeds = len({run.seed for run in runs})
     note = f"mean over {seeds} seeds, band from lowest to highest" if seeds > 1 else "one seed"
-    figure.suptitle(f"Test error while training: {title}\n({note})", fontsize=11)
+    figure.suptitle(f"{title}: test error while training\n({note})", fontsize=11)
     handles, labels = by_step.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     return figure

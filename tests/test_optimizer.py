@@ -1,0 +1,567 @@
+"""The optimizers as a user meets them: every parameter trained, groups, checkpoints, errors that help."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import ingot
+from ingot import IKFAC, INGD, KFAC, PAPER, SINGD
+from ingot.structures import Diagonal, Upper, bind, parse
+
+FAMILY = [SINGD, INGD, IKFAC, KFAC]
+
+
+class Everything(nn.Module):
+    """Layers of known families beside norms, an embedding, free parameters and a recurrent cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.position = nn.Parameter(torch.zeros(4, 8))
+        self.norm = nn.LayerNorm(8)
+        self.project = nn.Linear(8, 8)
+        self.convolution = nn.Conv2d(1, 3, 3, padding=1)
+        self.depthwise = nn.Conv2d(3, 6, 3, groups=3, padding="same", padding_mode="reflect", bias=False)
+        self.batch_norm = nn.BatchNorm2d(6)
+        self.cell = nn.GRUCell(8, 8)
+        self.head = nn.Linear(8 + 6, 5)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.project(self.norm(self.embedding(tokens) + self.position))
+        image = self.batch_norm(self.depthwise(self.convolution(x.unsqueeze(1)).relu_()))
+        return self.scale * self.head(torch.cat((self.cell(x.mean(1)), image.mean((2, 3))), dim=1))
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 11, (16, 4))
+    return tokens, tokens[:, 0] % 5
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 1) -> list[float]:
+    torch.manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        x, y = _batch()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _parameters(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("optimizer_class", FAMILY)
+@pytest.mark.parametrize(
+    "keywords", [{}, {"structure": "diagonal"}, PAPER], ids=["default", "diagonal", "paper"]
+)
+def test_every_trainable_parameter_moves(optimizer_class, keywords):
+    model = Everything()
+    model.embedding.weight.data[0].zero_()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = optimizer_class(model, **keywords)
+    _train(model, optimizer, 3)
+    for name, p in model.named_parameters():
+        assert torch.isfinite(p).all()
+        assert not torch.equal(p, before[name]), name
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    assert trained == set(model.parameters())
+    assert set(optimizer.state) == trained
+    assert len(optimizer.state_dict()["state"]) == len(trained)
+
+
+@pytest.mark.parametrize("optimizer_class", FAMILY)
+@pytest.mark.parametrize("structure", ["dense", "block_diagonal(4)", "diagonal"])
+def test_the_loss_falls(optimizer_class, structure):
+    model = Everything()
+    losses = _train(model, optimizer_class(model, lr=5e-3, structure=structure), 120)
+    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+
+
+@pytest.mark.parametrize(
+    "structure", ["tril", "triu_toeplitz", "rank_triu(2)", "hierarchical(2,2)", ("dense", "diagonal")]
+)
+def test_the_loss_falls_for_the_structures_of_the_paper(structure):
+    model = Everything()
+    losses = _train(model, SINGD(model, lr=5e-3, structure=structure), 120)
+    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+
+
+def test_who_trains_what():
+    model = Everything()
+    optimizer = SINGD(model, lr=0.1, adamw={"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.0})
+    _train(model, optimizer, 1)
+    layers = {model.project, model.convolution, model.depthwise, model.head}
+    of_layers = {p for layer in layers for p in layer.parameters()}
+    assert {p for p in model.parameters() if "exp_avg" not in optimizer.state[p]} == of_layers
+    assert {p for p in model.parameters() if "K" in optimizer.state[p]} == {layer.weight for layer in layers}
+    first, second = optimizer.param_groups
+    assert set(first["params"]) == of_layers
+    assert (first["lr"], first["betas"], first["weight_decay"]) == (0.1, (0.9, 0.999), 0.01)
+    assert (second["lr"], second["betas"], second["weight_decay"]) == (0.01, (0.8, 0.9), 0.0)
+    # One pair of factors for each group of a convolution.
+    assert optimizer.state[model.depthwise.weight]["K"].shape[0] == 3
+
+
+def test_adamws_part_is_torchs_adamw():
+    model, other = Everything(), Everything()
+    other.load_state_dict(model.state_dict())
+    optimizer = SINGD(
+        model, lr=0.0, adamw={"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
+    )
+    rest = optimizer.param_groups[1]["params"]
+    same = {id(p): q for p, q in zip(model.parameters(), other.parameters(), strict=True)}
+    torchs = torch.optim.AdamW(
+        [same[id(p)] for p in rest], lr=0.02, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6
+    )
+    _train(model, optimizer, 5)
+    _train(other, torchs, 5)
+    torch.testing.assert_close(_parameters(model), _parameters(other))
+
+
+def test_a_layer_whose_forward_is_bypassed_is_trained_by_adamw():
+    class Bypass(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.called, self.bypassed = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return nn.functional.linear(self.called(x), self.bypassed.weight, self.bypassed.bias)
+
+    model = Bypass()
+    before = _parameters(model)
+    optimizer = SINGD(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    assert all(not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+    assert "exp_avg" in optimizer.state[model.bypassed.weight]
+    assert "K" in optimizer.state[model.called.weight]
+
+
+# --- Parameter groups -------------------------------------------------------------------------------------
+
+
+def test_groups_by_name_pattern_single_parameters_out():
+    model = Everything()
+    optimizer = SINGD(
+        model,
+        [
+            {"params": ["*bias", "*norm*"], "weight_decay": 0.0},
+            {"params": "head.*", "lr": 0.5, "structure": ("diagonal", "dense"), "damping": 0.2},
+        ],
+        weight_decay=0.3,
+    )
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    assert set(group_of) == set(model.parameters())
+    assert group_of[model.project.weight]["weight_decay"] == 0.3
+    assert group_of[model.project.bias]["weight_decay"] == 0.0
+    assert group_of[model.norm.weight]["weight_decay"] == 0.0
+    assert group_of[model.head.weight]["lr"] == 0.5
+    assert group_of[model.head.bias]["weight_decay"] == 0.0  # the first pattern that matches wins
+    assert group_of[model.position]["weight_decay"] == 0.3
+    _train(model, optimizer, 2)
+    state = optimizer.state[model.head.weight]
+    assert state["K"].shape == (15,)
+    assert state["C"].shape == (25,)
+
+
+def test_weight_and_bias_in_different_groups_keep_one_preconditioner():
+    """With equal settings, splitting a layer's parameters over groups changes nothing."""
+    models = [Everything() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    together = SINGD(models[0])
+    apart = SINGD(models[1], [{"params": "*.weight"}, {"params": "*.bias"}])
+    assert len(apart.param_groups) > len(together.param_groups)
+    for model, optimizer in zip(models, (together, apart), strict=True):
+        _train(model, optimizer, 4)
+    torch.testing.assert_close(_parameters(models[0]), _parameters(models[1]), rtol=0, atol=0)
+
+
+def test_weight_and_bias_obey_their_own_groups():
+    model = nn.Linear(3, 2)
+    before = _parameters(model)
+    optimizer = SINGD(
+        model, [{"params": "weight", "lr": 0.0}, {"params": "bias", "lr": 0.1}], weight_decay=0.0
+    )
+    model(torch.randn(5, 3)).square().mean().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before[0])
+    assert not torch.equal(model.bias, before[1])
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_parameters_given_as_such_are_exactly_those_trained(grouped):
+    model = Everything()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    chosen = [model.project.weight, model.norm.bias]
+    optimizer = SINGD(model, [{"params": chosen, "lr": 0.1}] if grouped else chosen)
+    _train(model, optimizer, 2)
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {"project.weight", "norm.bias"}
+    assert optimizer.state[model.project.weight]["K"].numel() == 8 * 8  # no column for the bias
+
+
+def test_named_parameters_are_accepted():
+    model = Everything()
+    optimizer = SINGD(model, model.named_parameters())
+    assert {p for group in optimizer.param_groups for p in group["params"]} == set(model.parameters())
+
+
+def test_frozen_parameters_stay():
+    model = Everything()
+    model.project.weight.requires_grad_(False)
+    model.head.bias.requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = SINGD(model)
+    _train(model, optimizer, 2)
+    still = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+    assert still == {"project.weight", "head.bias"}
+    assert "exp_avg" in optimizer.state[model.project.bias]  # its weight has no factors
+    assert bind(parse("block_diagonal(32)"), 14).numel == optimizer.state[model.head.weight]["K"].numel()
+
+
+def test_tied_weights_take_one_step_with_the_statistics_of_both_uses():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(self.first(x).tanh())
+
+    torch.set_default_dtype(torch.float64)
+    model, x = Tied(), torch.randn(6, 4)
+    optimizer = SINGD(model, structure="dense", momentum=0.0, weight_decay=0.0, lr=0.1, **PAPER)
+    seen = {}
+    for name, module in model.named_children():
+        module.register_forward_pre_hook(lambda m, args, name=name: seen.__setitem__(name, args[0].detach()))
+    model(x).square().sum(1).mean().backward()
+    (layer,) = optimizer._layers.values()
+    first = torch.cat((seen["first"], torch.ones(6, 1)), dim=1)
+    second = torch.cat((seen["second"], torch.zeros(6, 1)), dim=1)  # the bias is not used there
+    expected = (first.mT @ first + second.mT @ second) / 12
+    torch.testing.assert_close(layer.pending.scaled(5, 4, True).k.reshape(5, 5), expected)
+    optimizer.step()
+    assert optimizer.state[model.first.weight]["steps"] == 1
+
+
+# --- The schedule of factor updates -----------------------------------------------------------------------
+
+
+def _updates(optimizer, model, steps: int) -> list[int]:
+    made = []
+    for _ in range(steps):
+        _train(model, optimizer, 1)
+        made.append(optimizer.state[model.head.weight]["updates"])
+    return made
+
+
+def test_factors_are_updated_every_so_many_steps():
+    model = Everything()
+    assert _updates(SINGD(model, precond_every=3, **PAPER), model, 8) == [1, 1, 1, 2, 2, 2, 3, 3]
+
+
+def test_factors_are_updated_at_every_step_of_the_warm_up():
+    model = Everything()
+    assert _updates(SINGD(model, precond_every=3, precond_warmup=4), model, 8) == [1, 2, 3, 4, 4, 4, 5, 5]
+
+
+def test_a_schedule_of_the_factor_rate_sees_the_number_of_updates():
+    model, asked = Everything(), []
+    optimizer = SINGD(model, precond_lr=lambda n: asked.append(n) or 0.01, precond_every=2, precond_warmup=0)
+    _train(model, optimizer, 5)
+    assert sorted(set(asked)) == [0, 1, 2]
+
+
+def test_between_updates_nothing_is_captured():
+    model = Everything()
+    optimizer = SINGD(model, precond_every=2, **PAPER)
+    _train(model, optimizer, 1)
+    x, y = _batch()
+    nn.functional.cross_entropy(model(x), y).backward()
+    assert all(layer.pending is None for layer in optimizer._layers.values())
+    optimizer.step()
+    nn.functional.cross_entropy(model(x), y).backward()
+    assert all(layer.pending is not None for layer in optimizer._layers.values())
+    optimizer.zero_grad()
+    assert all(layer.pending is None for layer in optimizer._layers.values())
+
+
+@pytest.mark.parametrize("optimizer_class", FAMILY)
+@pytest.mark.parametrize("kind", ["batch", "token", None])
+def test_micro_batches_give_the_steps_of_the_whole_batch(optimizer_class, kind):
+    torch.set_default_dtype(torch.float64)
+    x, y = torch.randn(12, 3, 4), torch.randn(12, 3, 2)
+    results = []
+    for sizes in ([12], [6, 6], [3, 3, 3, 3], [7, 1, 4]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        optimizer = optimizer_class(model, lr=0.01, loss_average=kind, precond_lr=0.01, **PAPER)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for xs, ys in zip(x.split(sizes), y.split(sizes), strict=True):
+                terms = {"batch": 12, "token": 36, None: 1}[kind]
+                ((model(xs) - ys).square().sum() / terms).backward()
+            optimizer.step()
+        results.append(_parameters(model))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-10, atol=1e-12)
+
+
+# --- In a training loop -----------------------------------------------------------------------------------
+
+
+def test_closures_are_called_and_their_loss_returned():
+    model = Everything()
+    optimizer = SINGD(model)
+    x, y = _batch()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert optimizer.state[model.head.weight]["updates"] == 3
+
+
+def test_a_scheduler_drives_all_groups():
+    model = Everything()
+    optimizer = SINGD(model, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    _train(model, optimizer, 1)
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05]
+
+
+def test_parameters_without_gradients_are_left_alone():
+    model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2), nn.LayerNorm(3), nn.LayerNorm(3)])
+    before = _parameters(model)
+    optimizer = SINGD(model)
+    model[0](model[2](torch.randn(4, 3))).sum().backward()
+    optimizer.step()
+    moved = [not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True)]
+    assert moved == [True, True, False, False, True, True, False, False]
+
+
+def test_evaluation_leaves_no_trace():
+    model = Everything()
+    optimizer = SINGD(model)
+    with torch.no_grad():
+        model(_batch()[0])
+    with torch.inference_mode():
+        model(_batch()[0])
+    assert not optimizer.state
+    assert all(layer.pending is None for layer in optimizer._layers.values())
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_single_samples_without_a_batch_dimension(approx):
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(0), nn.Linear(8, 2))
+    batched = copy.deepcopy(model)
+    batched[1] = nn.Flatten()
+    x = torch.randn(1, 4, 4)
+    for net, inputs in ((model, x), (batched, x.unsqueeze(0))):
+        optimizer = SINGD(net, approx=approx)
+        net(inputs).square().sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(_parameters(model), _parameters(batched))
+
+
+def test_copies_of_the_model_are_not_captured():
+    model = Everything()
+    optimizer = SINGD(model)
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for twin in twins:
+        twin(_batch()[0]).sum().backward()
+    assert all(layer.pending is None for layer in optimizer._layers.values())
+    assert not optimizer.state
+
+
+def test_lower_precision_factors():
+    model = Everything()
+    optimizer = SINGD(model, factor_dtype=torch.bfloat16, precond_momentum=0.5)
+    losses = _train(model, optimizer, 60)
+    state = optimizer.state[model.head.weight]
+    assert {state[key].dtype for key in ("K", "C", "m_K", "m_C")} == {torch.bfloat16}
+    assert state["momentum_buffer"].dtype == torch.float32
+    assert sum(losses[-5:]) < sum(losses[:5])
+
+
+@pytest.mark.parametrize("optimizer_class", FAMILY)
+def test_a_model_in_bfloat16(optimizer_class):
+    model = Everything().to(torch.bfloat16)
+    optimizer = optimizer_class(model, lr=5e-3)
+    losses = _train(model, optimizer, 40)
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert {v.dtype for s in optimizer.state.values() for k, v in s.items() if k in ("K", "S_C")} <= {
+        torch.bfloat16
+    }
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer_class", FAMILY)
+@pytest.mark.parametrize("factor_dtype", [None, torch.bfloat16, torch.float64])
+def test_a_resumed_run_is_the_uninterrupted_one(optimizer_class, factor_dtype):
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Everything()
+        return model, optimizer_class(model, precond_every=4, precond_warmup=3, factor_dtype=factor_dtype)
+
+    model, optimizer = make()
+    _train(model, optimizer, 6)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    _train(model, optimizer, 6, seed=9)
+    expected = _parameters(model)
+
+    model, optimizer = make()
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    untouched = copy.deepcopy(saved["optimizer"])
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    _train(model, optimizer, 6, seed=9)
+    torch.testing.assert_close(_parameters(model), expected, rtol=0, atol=0)
+    assert saved["optimizer"]["param_groups"] == untouched["param_groups"]
+    torch.testing.assert_close(saved["optimizer"]["state"], untouched["state"], rtol=0, atol=0)
+
+
+def test_functions_stay_behind_when_saving():
+    model = Everything()
+    keywords = {
+        "structure": (Diagonal, lambda d: Upper(Diagonal(1), Diagonal(d - 1))),
+        "precond_lr": lambda n: 0.1,
+    }
+    optimizer = SINGD(model, **keywords)
+    _train(model, optimizer, 1)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = SINGD(model, **keywords)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert other.param_groups[0]["precond_lr"](3) == 0.1
+    _train(model, other, 1)
+
+
+# --- Errors that help -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"lr": -1.0}, "lr must be a number of at least 0"),
+        ({"lr": "fast"}, "lr must be a number"),
+        ({"approx": "expnd"}, "'expand' or 'reduce'"),
+        ({"loss_average": "mean"}, "None for a sum"),
+        ({"momentum": 1.0}, "momentum must be"),
+        ({"weight_decay": -0.1}, "weight_decay must be"),
+        ({"damping": -1}, "damping must be"),
+        ({"precond_lr": 1.5}, "precond_lr must be"),
+        ({"precond_momentum": 1.0}, "precond_momentum must be"),
+        ({"precond_every": 0}, "precond_every must be a whole number"),
+        ({"precond_every": 2.5}, "precond_every must be a whole number"),
+        ({"factor_dtype": torch.int8}, "floating-point dtype"),
+        ({"precond_warmup": -1}, "precond_warmup"),
+        ({"max_factor_step": 1.0}, "max_factor_step"),
+        ({"relative_damping": 1}, "True or False"),
+        ({"factor_start": "zero"}, "'identity' or 'trace'"),
+        ({"max_relative_step": -1}, "max_relative_step"),
+        ({"structure": "dens"}, "did you mean 'dense'"),
+        ({"structure": ("dense",)}, "a pair for K and C"),
+        ({"structure": "dense(2)"}, "cannot fill"),
+        ({"adamw": {"betas": (0.9, 1.0)}}, "betas must be a pair"),
+        ({"adamw": {"beta1": 0.9}}, "'beta1' is no setting"),
+        ({"params": [{"params": "nothing.*"}]}, "no trainable parameter matches the pattern 'nothing"),
+        ({"params": [{"params": "*", "lrate": 1}]}, "'lrate' is no setting of a parameter group"),
+    ],
+)
+def test_bad_settings_are_refused_with_the_remedy(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        SINGD(Everything(), **keywords)
+
+
+def test_bad_settings_of_an_added_group_leave_the_optimizer_as_it_was():
+    model = Everything()
+    optimizer = SINGD(model, [model.project.weight])
+    with pytest.raises(ValueError, match="momentum must be"):
+        optimizer.add_param_group({"params": [model.head.weight], "momentum": 2.0})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_layers_of_an_added_group_are_preconditioned():
+    model = Everything()
+    optimizer = SINGD(model, [model.project.weight])
+    optimizer.add_param_group({"params": [*model.head.parameters()], "lr": 0.1, "structure": "dense"})
+    _train(model, optimizer, 2)
+    assert optimizer.state[model.head.weight]["K"].numel() == 15**2
+    assert optimizer.state[model.project.weight]["updates"] == 2
+
+
+def test_the_model_comes_first():
+    with pytest.raises(TypeError, match=r"write SINGD\(model\), not SINGD\(model.parameters\(\)\)"):
+        SINGD(Everything().parameters())
+    with pytest.raises(TypeError, match="mixes groups"):
+        SINGD(model := Everything(), [{"params": [model.scale]}, model.position])
+
+
+def test_nothing_to_train():
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        SINGD(Everything().requires_grad_(False))
+
+
+@pytest.mark.parametrize("structure", ["hierarchical(2,2)", "triu", ("dense", "tril_toeplitz")])
+def test_kfac_says_who_can_do_what_it_cannot(structure):
+    with pytest.raises(ValueError, match="IKFAC"):
+        KFAC(Everything(), structure=structure)
+
+
+@pytest.mark.parametrize("optimizer_class", [KFAC, IKFAC])
+def test_riemannian_momentum_is_singds(optimizer_class):
+    with pytest.raises(ValueError, match="choose SINGD"):
+        optimizer_class(Everything(), precond_momentum=0.5)
+
+
+def test_sparse_gradients_are_refused():
+    model = nn.Embedding(5, 3, sparse=True)
+    optimizer = SINGD(model)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        optimizer.step()
+
+
+def test_paper_names_only_switches_of_the_step():
+    """So that a user can give the paper's own numbers beside it, for each optimizer."""
+    numbers = {
+        "lr",
+        "structure",
+        "approx",
+        "loss_average",
+        "momentum",
+        "weight_decay",
+        "damping",
+        "precond_lr",
+    }
+    numbers |= {"precond_momentum", "precond_every", "factor_dtype"}
+    assert not numbers & set(PAPER)
+    for optimizer_class in FAMILY:
+        optimizer_class(Everything(), lr=1e-3, structure="dense", damping=1e-3, precond_every=1, **PAPER)
+
+
+def test_version():
+    assert ingot.__version__
