@@ -175,8 +175,8 @@ def test_trajectory_equals_the_official_one(structure, model_name, approx, kfac_
     )
     actual = _train(model, optimizer, shape, setting.loss)
 
-    for weight, (s_k, _) in optimizer._structures.items():
-        moved = optimizer.state[weight]["K"] - s_k.identity()
+    for weight, layer in optimizer._layers.items():
+        moved = optimizer.state[weight]["K"] - layer.structures[0].identity()
         assert moved.norm() > 1e-4  # the factors matter
     for a, e, s in zip(actual, expected, start, strict=True):
         assert torch.isfinite(e).all()

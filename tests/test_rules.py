@@ -61,15 +61,17 @@ def test_the_theorem_holds_for_both_factors_of_the_optimizers(structure):
             for step in range(4):
                 if step == 1 and optimizer_class is ingot.KFAC:
                     # One step has made the state: begin again at S + λI = I, as K Kᵀ does.
-                    for key, s in zip(("S_K", "S_C"), optimizer._structures[layer.weight], strict=True):
+                    for key, s in zip(
+                        ("S_K", "S_C"), optimizer._layers[layer.weight].structures, strict=True
+                    ):
                         optimizer.state[layer.weight][key] = 0.9 * s.identity()
                 if step == 1 and optimizer_class is ingot.IKFAC:
-                    for key, s in zip(("K", "C"), optimizer._structures[layer.weight], strict=True):
+                    for key, s in zip(("K", "C"), optimizer._layers[layer.weight].structures, strict=True):
                         optimizer.state[layer.weight][key] = s.identity()
                 optimizer.zero_grad()
                 layer(torch.randn(6, 5)).square().sum(1).mean().backward()
                 optimizer.step()
-            state, structures = optimizer.state[layer.weight], optimizer._structures[layer.weight]
+            state, structures = optimizer.state[layer.weight], optimizer._layers[layer.weight].structures
             if optimizer_class is ingot.IKFAC:
                 dense = [s.dense(state[key]) for key, s in zip(("K", "C"), structures, strict=True)]
                 products.append([x @ x.mT for x in dense])

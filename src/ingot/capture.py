@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ingot.layers import LayerAdapter, adapter_for, gradient_rows, input_rows
-from ingot.rules import Factor, Statistics
+from ingot.rules import Factor, Pair, Statistics
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Layer:
     modules: list[nn.Module]
     weight: nn.Parameter
     bias: nn.Parameter | None
+    structures: Pair = field(init=False)  # of K and C, once the settings of the weight's group are known
     pending: Sums | None = None
 
     @property

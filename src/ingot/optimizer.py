@@ -20,6 +20,9 @@ from ingot.rules import (
     Pair,
     Rule,
     Settings,
+    accumulate,
+    computing,
+    descend,
     root_mean_square,
     step_length,
     warmed_rate,
@@ -118,7 +121,6 @@ class NaturalGradient(Optimizer):
         preconditioned = {p for layer in found.values() for p in layer.parameters}
         self._group_index: dict[Tensor, int] = {}
         self._layers: dict[nn.Parameter, Layer] = {}
-        self._structures: dict[nn.Parameter, Pair] = {}
         self._layer_of: dict[nn.Module, Layer] = {}
         self._handles: list[RemovableHandle] = []
         self._model: nn.Module | None = None  # while groups are added one by one, layers are incomplete
@@ -140,7 +142,7 @@ class NaturalGradient(Optimizer):
         for weight, layer in find_layers(model, set(self._group_index)).items():
             if weight in self._layers:
                 continue
-            self._structures[weight] = self._bind(layer)
+            layer.structures = self._bind(layer)
             self._layers[weight] = layer
             for module in layer.modules:
                 self._layer_of[module] = layer
@@ -173,7 +175,7 @@ class NaturalGradient(Optimizer):
         layer = self._layer_of[module]
         group, state = self._group(layer.weight), self._factors(layer, start=True)
         k, c = (state[name] for name in self.rule.names)
-        s_k, s_c = self._structures[layer.weight]
+        s_k, s_c = layer.structures
         with torch.autocast(x.device.type, enabled=False):
             a, g, batch, places = layer.rows(module, x.to(k.dtype), g.to(c.dtype), group["approx"])
             terms = batch * places if group["loss_average"] == "token" else batch
@@ -186,9 +188,9 @@ class NaturalGradient(Optimizer):
         if start and self.rule.names[0] not in state:
             dtype = self._group(layer.weight)["factor_dtype"] or layer.weight.dtype
             like = torch.empty((), dtype=dtype, device=layer.weight.device)
-            state |= self.rule.start(self._structures[layer.weight], like, layer.shape[0])
+            state |= self.rule.start(layer.structures, like, layer.shape[0])
             state |= {"steps": 0, "updates": 0}
-        return {key: state[key].to(_computing(state[key].dtype)) for key in self.rule.keys if key in state}
+        return {key: state[key].to(computing(state[key].dtype)) for key in self.rule.keys if key in state}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and the statistics that came with them."""
@@ -266,48 +268,46 @@ class NaturalGradient(Optimizer):
         _, d_o, d_i = layer.shape
         seen = layer.pending.scaled(d_i, d_o, loss_is_mean=group["loss_average"] is not None)
         dtype = state[self.rule.names[0]].dtype
-        new = self.rule.update(self._structures[layer.weight], self._factors(layer), seen, settings, updates)
+        new = self.rule.update(layer.structures, self._factors(layer), seen, settings, updates)
         state |= {key: value.to(dtype) for key, value in new.items()}
         state["updates"] = updates + 1
 
     def _step_layer(self, layer: Layer, gradient: Tensor) -> None:
-        group, state, module = self._group(layer.weight), self.state[layer.weight], layer.modules[0]
+        state, module = self.state[layer.weight], layer.modules[0]
         bias_gradient = None
         if layer.bias is not None:
             bias_gradient = layer.bias.grad if layer.bias.grad is not None else torch.zeros_like(layer.bias)
         factors = self._factors(layer)
-        matrix = layer.adapter.matrix(module, gradient, bias_gradient)
-        natural = self.rule.precondition(
-            self._structures[layer.weight], factors, matrix.to(factors[self.rule.names[0]].dtype)
-        )
+        matrix = layer.adapter.matrix(module, gradient, bias_gradient).to(factors[self.rule.names[0]].dtype)
+        natural = self.rule.precondition(layer.structures, factors, matrix)
         updates = layer.adapter.parts(module, natural, layer.weight, layer.bias)
-        buffers = [self._momentum(p, update) for p, update in zip(layer.parameters, updates, strict=True)]
-        rms = root_mean_square(buffers) if group["normalize_step"] else None
-        weight_rms = root_mean_square([layer.weight]) if rms is not None else None
-        for p, buffer in zip(layer.parameters, buffers, strict=True):
-            own = self._group(p)
-            length = own["lr"]
-            if own["decoupled_weight_decay"] and own["weight_decay"]:
-                p.mul_(1 - own["lr"] * own["weight_decay"])
-            if rms is not None and weight_rms is not None:
-                length = step_length(own["lr"], rms, weight_rms, matrix.shape[-1], own["max_relative_step"])
-            p.sub_((length * buffer).to(p.dtype))
+        momenta = [self._momentum(p, update) for p, update in zip(layer.parameters, updates, strict=True)]
+        sizes = None
+        if self._group(layer.weight)["normalize_step"]:
+            sizes = root_mean_square(momenta), root_mean_square([layer.weight])
+        for p, momentum in zip(layer.parameters, momenta, strict=True):
+            group = self._group(p)
+            lr, length = group["lr"], group["lr"]
+            if sizes is not None:
+                length = step_length(lr, *sizes, matrix.shape[-1], group["max_relative_step"])
+            decay = lr * group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
+            descend(p, momentum, length, decay)
         state["steps"] += 1
 
     def _momentum(self, p: nn.Parameter, update: Tensor) -> Tensor:
-        """M ← α₂ m + update, with the weight decay inside where the paper has it."""
-        group = self._group(p)
+        """A parameter's momentum with the update added, and the weight decay where the paper adds it."""
+        group, state = self._group(p), self.state[p]
         if group["weight_decay"] and not group["decoupled_weight_decay"]:
             update = update + group["weight_decay"] * p
         if not group["momentum"]:
             return update
-        state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        buffer: Tensor = state["momentum_buffer"].mul_(group["momentum"]).add_(update)
-        return buffer
+        return accumulate(state["momentum_buffer"], update, group["momentum"])
 
     def _step_adamw(self, group: Group, params: list[Tensor]) -> None:
+        if not params:
+            return
         for p in params:
             if p.grad is not None and p.grad.is_sparse:
                 raise RuntimeError("gradients must be dense: build the embedding with sparse=False")
@@ -337,11 +337,6 @@ _NOT_SETTINGS = ("self", "model", "params", "adamw", "__class__")
 
 def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, tuple | list) else not callable(value)
-
-
-def _computing(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that products of factors are taken in: float32 for the shorter ones, then rounded."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 class SINGD(NaturalGradient):

@@ -18,6 +18,11 @@ from torch import Tensor
 from ingot.structures import Structure
 
 
+def computing(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that products and norms are taken in: float32 for the shorter ones, then rounded."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
 class Factor(NamedTuple):
     """One side of a layer: a structure and the entries of K or C."""
 
@@ -118,9 +123,21 @@ def warmed_rate(lr: float, updates: int) -> float:
 # --- The weight step ------------------------------------------------------------------------------------
 
 
+def accumulate(momentum: Tensor, update: Tensor, rate: float) -> Tensor:
+    """The momentum α₂ m + update, in place."""
+    return momentum.mul_(rate).add_(update)
+
+
+def descend(weight: Tensor, momentum: Tensor, length: Tensor | float, decay: Tensor | float) -> None:
+    """W ← (1 - decay) W - length m, in place."""
+    if isinstance(decay, Tensor) or decay:
+        weight.mul_(1 - decay)
+    weight.sub_((length * momentum).to(weight.dtype))
+
+
 def root_mean_square(tensors: list[Tensor]) -> Tensor:
     """The root mean square of all entries together."""
-    squares = torch.stack([tensor.float().square().sum() for tensor in tensors]).sum()
+    squares = torch.stack([tensor.to(computing(tensor.dtype)).square().sum() for tensor in tensors]).sum()
     return (squares / sum(tensor.numel() for tensor in tensors)).sqrt()
 
 
