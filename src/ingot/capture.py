@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,7 @@ from ingot.layers import LayerAdapter, adapter_for, gradient_rows, input_rows
 from ingot.rules import Factor, Pair, Statistics
 
 
-@dataclass(frozen=True)
-class Sums:
+class Sums(NamedTuple):
     """Unscaled sums over one or more micro-batches; scales come last, when all counts are known.
 
     Gradients of a loss that is a mean carry 1 / (number of its terms) each. Scaling the sum of their outer
@@ -30,15 +29,12 @@ class Sums:
     rows: int  # how many outer products U is the mean of
     terms: int  # how many terms the loss is the mean of
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(
-            self.k + other.k,
-            self.c + other.c,
-            self.square_a + other.square_a,
-            self.square_g + other.square_g,
-            self.rows + other.rows,
-            self.terms + other.terms,
-        )
+    def plus(self, other: Sums | None) -> Sums:
+        """Both together."""
+        if other is None:
+            return self
+        pairs: Any = zip(self, other, strict=True)
+        return Sums(*(a + b for a, b in pairs))
 
     def scaled(self, d_i: int, d_o: int, loss_is_mean: bool) -> Statistics:
         """U as a mean, G in the scale of the whole loss."""

@@ -180,7 +180,7 @@ class NaturalGradient(Optimizer):
             a, g, batch, places = layer.rows(module, x.to(k.dtype), g.to(c.dtype), group["approx"])
             terms = batch * places if group["loss_average"] == "token" else batch
             sums = summed(self.rule.statistic, (Factor(s_k, k), Factor(s_c, c)), a, g, terms)
-        layer.pending = sums if layer.pending is None else layer.pending + sums
+        layer.pending = sums.plus(layer.pending)
 
     def _factors(self, layer: Layer, start: bool = False) -> dict[str, Tensor]:
         """A layer's factors in the precision that products are taken in; begun if there are none yet."""
@@ -257,14 +257,7 @@ class NaturalGradient(Optimizer):
             rate = rate(updates)
         elif group["precond_warmup"]:
             rate = warmed_rate(rate, updates)
-        settings = Settings(
-            lr=rate,
-            momentum=group["precond_momentum"],
-            damping=group["damping"],
-            relative_damping=group["relative_damping"],
-            max_step=group["max_factor_step"],
-            start=group["factor_start"],
-        )
+        settings = Settings(rate, *(group[name] for name in Settings._fields[1:]))
         _, d_o, d_i = layer.shape
         seen = layer.pending.scaled(d_i, d_o, loss_is_mean=group["loss_average"] is not None)
         dtype = state[self.rule.names[0]].dtype

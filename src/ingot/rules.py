@@ -168,14 +168,14 @@ class Statistics(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The numbers of one factor update."""
+    """The numbers of one factor update, named as in a parameter group."""
 
-    lr: float  # β₁ in the paper
-    momentum: float  # α₁
+    precond_lr: float  # β₁ in the paper, as it is at this update
+    precond_momentum: float  # α₁
     damping: float  # λ
     relative_damping: bool
-    max_step: float | None
-    start: str  # "identity" or "trace"
+    max_factor_step: float | None
+    factor_start: str  # "identity" or "trace"
 
 
 State = dict[str, Tensor]
@@ -221,7 +221,7 @@ class Rule(ABC):
 
     def _traces(self, state: State, seen: Statistics, settings: Settings, updates: int) -> State:
         """Moving averages of tr(U)/d_i and tr(G)/d_o, where damping is relative to them."""
-        if not settings.relative_damping and settings.start == "identity":
+        if not settings.relative_damping and settings.factor_start == "identity":
             return {}
         rate = max(0.05, 1 / (updates + 1))
         old_u, old_g = state.get("trace_u", seen.trace_u), state.get("trace_g", seen.trace_g)
@@ -260,7 +260,7 @@ class InverseFree(Rule):
         k, c = (Factor(s, state[name]) for s, name in zip(structures, self.names, strict=True))
         h_k, h_c = seen.k, seen.c
         damping_k, damping_c = self._dampings(settings, traces)
-        if updates == 0 and settings.start == "trace":
+        if updates == 0 and settings.factor_start == "trace":
             # Until now the factors were the identity and H was U: start at (tr(U)/d + λ)^-½ I instead.
             scale_k, scale_c = (
                 (traces["trace_u"] + damping_k).rsqrt(),
@@ -275,10 +275,12 @@ class InverseFree(Rule):
             directions = ikfac(k, c, h_k, h_c, damping_k, damping_c)
         new = dict(traces)
         for name, factor, m in zip(self.names, (k, c), directions, strict=True):
-            if settings.momentum:
+            if settings.precond_momentum:
                 old = state.get(f"m_{name}", torch.zeros_like(m))
-                m = new[f"m_{name}"] = settings.momentum * old + m
-            new[name] = move(factor, m, bounded_rate(factor.structure, m, settings.lr, settings.max_step))
+                m = new[f"m_{name}"] = settings.precond_momentum * old + m
+            new[name] = move(
+                factor, m, bounded_rate(factor.structure, m, settings.precond_lr, settings.max_factor_step)
+            )
         return new
 
     def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
@@ -320,9 +322,9 @@ class Inverting(Rule):
             self.names, structures, (seen.k, seen.c), ("trace_u", "trace_g"), dampings, strict=True
         ):
             old = state[name]
-            if updates == 0 and settings.start == "trace":
+            if updates == 0 and settings.factor_start == "trace":
                 old = old * traces[trace]
-            new[name] = moving_average(old, seen_s, settings.lr)
+            new[name] = moving_average(old, seen_s, settings.precond_lr)
             new[f"{name}_inverse"] = damped_inverse(s, new[name], damping)
         return new
 
