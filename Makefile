@@ -37,7 +37,7 @@ format: setup ## Put the code into its form
 	$(BIN)/ruff format .
 
 docs: setup ## Build the documentation into site
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: setup ## Measure step times against peers, interleaved in one process
 	$(BIN)/python benchmarks/step_time.py

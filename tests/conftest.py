@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from ingot.structures.registry import _BUILDERS
+
 
 @pytest.fixture(autouse=True)
 def _reproducible():
@@ -15,3 +17,12 @@ def _reproducible():
 @pytest.fixture
 def float64():
     torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture
+def registry():
+    """Structures that a test registers are forgotten after it."""
+    before = dict(_BUILDERS)
+    yield
+    _BUILDERS.clear()
+    _BUILDERS.update(before)

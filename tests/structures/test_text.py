@@ -19,7 +19,6 @@ from ingot.structures import (
     registered,
     resolve,
 )
-from ingot.structures.registry import _BUILDERS
 
 
 @pytest.mark.parametrize(
@@ -94,15 +93,7 @@ def test_classes_and_functions_are_structures_too():
         bind(lambda dim: Diagonal(dim + 1), 4)
 
 
-@pytest.fixture
-def _registry():
-    before = dict(_BUILDERS)
-    yield
-    _BUILDERS.clear()
-    _BUILDERS.update(before)
-
-
-@pytest.mark.usefixtures("_registry")
+@pytest.mark.usefixtures("registry")
 def test_users_register_their_own():
     @register("scalar")
     @dataclass(frozen=True)
