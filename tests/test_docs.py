@@ -1,16 +1,17 @@
 """Every Python block of the README, of CONTRIBUTING and of the docs runs, top to bottom, page by page."""
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+import ingot
 from ingot.structures import bind, parse
 
 ROOT = Path(__file__).parents[1]
-PAGES = [
-    p for p in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]) if "```python" in p.read_text("utf-8")
-]
+MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = [page for page in MARKDOWN if "```python" in page.read_text("utf-8")]
 
 
 @pytest.mark.usefixtures("registry")
@@ -37,3 +38,17 @@ def test_the_table_of_structures_counts_right():
             assert bind(parse(text), 12).numel == expected, (name, formula)
             checked += 1
     assert checked >= 12
+
+
+def test_the_documented_defaults_are_the_real_ones():
+    defaults = {name: p.default for name, p in inspect.signature(ingot.SINGD).parameters.items()}
+    page = (ROOT / "docs" / "settings.md").read_text("utf-8")
+    of_update, of_additions = page.split("## What is added")
+    shown = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]+) \|", of_update, re.MULTILINE))
+    added = re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \| `?([^|`]+)`? \|", of_additions, re.MULTILINE)
+    assert set(shown) | {name for name, *_ in added} == set(defaults) - {"model", "params", "adamw"}
+    shown |= {name: default for name, default, _ in added}
+    for name, default in shown.items():
+        if name not in ("structure", "factor_dtype"):  # told in words
+            assert eval(default.strip("`")) == defaults[name], name
+    assert {name: eval(paper) for name, _, paper in added} == dict(ingot.PAPER)
