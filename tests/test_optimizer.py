@@ -148,6 +148,43 @@ def test_a_layer_whose_forward_is_bypassed_is_trained_by_adamw():
     assert "K" in optimizer.state[model.called.weight]
 
 
+@pytest.mark.parametrize("optimizer_class", FAMILY)
+def test_branches_that_begin_at_zero_begin_to_learn(optimizer_class):
+    """A last layer of zeros sends no gradient back at the first step: no curvature, no scale, and no NaN."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    nn.init.zeros_(model[4].weight)
+    before = _parameters(model)
+    optimizer = optimizer_class(model, lr=1e-2)
+    x = torch.randn(64, 4)
+    y = torch.stack((x[:, 0] * x[:, 1], x[:, 2]), dim=1)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+
+
+def test_factors_wait_for_curvature():
+    layer = nn.Linear(3, 2, bias=False)
+    optimizer = SINGD(layer)
+    factors = []
+    for scale in (0.0, 0.0, 5.0):
+        optimizer.zero_grad()
+        (scale * layer(torch.randn(4, 3))).square().sum(1).mean().backward()
+        optimizer.step()
+        factors.append([optimizer.state[layer.weight][name].clone() for name in ("K", "C")])
+    one = [s.identity() for s in optimizer._layers[layer.weight].structures]
+    torch.testing.assert_close(factors[0], one)
+    torch.testing.assert_close(factors[1], one)
+    assert all(
+        torch.isfinite(f).all() and not torch.equal(f, i) for f, i in zip(factors[2], one, strict=True)
+    )
+
+
 # --- Parameter groups -------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ingot.capture import Layer, find_layers, install, summed
 from ingot.groups import Group, Params, check_group, separate_adamw, structure_pair, trained_groups
 from ingot.rules import (
+    TRACES,
     Factor,
     InverseFree,
     Inverting,
@@ -190,7 +191,8 @@ class NaturalGradient(Optimizer):
             like = torch.empty((), dtype=dtype, device=layer.weight.device)
             state |= self.rule.start(layer.structures, like, layer.shape[0])
             state |= {"steps": 0, "updates": 0}
-        return {key: state[key].to(computing(state[key].dtype)) for key in self.rule.keys if key in state}
+        kept = (key for key in (*self.rule.keys, *TRACES) if key in state)
+        return {key: state[key].to(computing(state[key].dtype)) for key in kept}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and the statistics that came with them."""
@@ -216,13 +218,14 @@ class NaturalGradient(Optimizer):
             group |= {k: v for k, v in old.items() if k not in group}
         # torch casts state to its parameter's dtype, which factors need not share, and keeps the caller's own
         # tensors, which training would then change.
+        own_dtype = (*self.rule.keys, *TRACES)
         saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
         parameters = (p for group in self.param_groups for p in group["params"])
         for i, p in zip(saved_ids, parameters, strict=True):
             state, saved = self.state[p], state_dict["state"].get(i, {})
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    state[key] = (saved[key] if key in self.rule.keys else value).to(p.device, copy=True)
+                    state[key] = (saved[key] if key in own_dtype else value).to(p.device, copy=True)
         for layer in self._layers.values():
             layer.pending = None
 
@@ -262,7 +265,7 @@ class NaturalGradient(Optimizer):
         seen = layer.pending.scaled(d_i, d_o, loss_is_mean=group["loss_average"] is not None)
         dtype = state[self.rule.names[0]].dtype
         new = self.rule.update(layer.structures, self._factors(layer), seen, settings, updates)
-        state |= {key: value.to(dtype) for key, value in new.items()}
+        state |= {key: value.to(dtype) if key in self.rule.keys else value for key, value in new.items()}
         state["updates"] = updates + 1
 
     def _step_layer(self, layer: Layer, gradient: Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -178,9 +178,12 @@ class Settings(NamedTuple):
     factor_start: str  # "identity" or "trace"
 
 
-State = dict[str, Tensor]
-Pair = tuple[Structure, Structure]
+State: TypeAlias = dict[str, Tensor]
+Pair: TypeAlias = tuple[Structure, Structure]
+Dampings: TypeAlias = tuple[Tensor | float, Tensor | float]
 
+TRACES = ("trace_u", "trace_g")
+"""The state's keys for the moving averages of tr(U) / d_i and tr(G) / d_o, kept where damping needs them."""
 
 _NO_MOMENTUM = "{} has no Riemannian momentum: leave precond_momentum at 0, or choose SINGD, which has"
 
@@ -188,8 +191,9 @@ _NO_MOMENTUM = "{} has no Riemannian momentum: leave precond_momentum at 0, or c
 class Rule(ABC):
     """How a member of the family keeps its factors: what it stores, how it updates, how it preconditions.
 
-    The state of a layer is a dict of flat tensors. ``update`` and ``start`` return new tensors and change
-    nothing. ``names`` are the state's keys for the K and the C side, ``keys`` all that may occur.
+    The state of a layer is a dict of flat tensors. ``start`` and ``update`` return new tensors and change
+    nothing. ``names`` are the state's keys for the K and the C side, ``keys`` those of all factors and
+    momenta, which are kept in the factors' dtype; ``TRACES`` are kept in that of the computation.
     """
 
     names: ClassVar[tuple[str, str]]
@@ -197,10 +201,8 @@ class Rule(ABC):
 
     def start(self, structures: Pair, like: Tensor, batch: tuple[int, ...]) -> State:
         """Identity factors."""
-        return {
-            name: s.identity_like(like).repeat(*batch, 1)
-            for name, s in zip(self.names, structures, strict=True)
-        }
+        pairs = zip(self.names, structures, strict=True)
+        return {name: s.identity_like(like).repeat(*batch, 1) for name, s in pairs}
 
     def check(self, structures: Pair, momentum: float) -> None:  # noqa: B027, most rules refuse nothing
         """Refuse what the rule cannot do, and say what can."""
@@ -210,32 +212,55 @@ class Rule(ABC):
         """What a batch's columns contribute to one side's statistics."""
 
     @abstractmethod
+    def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
+        """The natural gradient of the layer's matrix."""
+
     def update(
         self, structures: Pair, state: State, seen: Statistics, settings: Settings, updates: int
     ) -> State:
         """The state after a factor update, of which there have been ``updates`` so far."""
+        if not settings.relative_damping and settings.factor_start == "identity":
+            return self._updated(structures, state, seen, settings, (settings.damping, settings.damping))
+        traces = self._traces(state, seen, updates)
+        dampings = self._dampings(traces, settings)
+        alive, was_alive = _alive(traces), _alive(state)
+        if settings.factor_start == "trace":
+            state, seen = self._begun(state, seen, traces, dampings, alive & ~was_alive)
+        new = self._updated(structures, state, seen, settings, dampings)
+        # No curvature so far (a branch may begin at zero) says nothing of its scale: the factors wait.
+        kept = {key: state.get(key, torch.zeros_like(value)) for key, value in new.items()}
+        return traces | {key: torch.where(alive, value, kept[key]) for key, value in new.items()}
 
     @abstractmethod
-    def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
-        """The natural gradient of the layer's matrix."""
+    def _updated(
+        self, structures: Pair, state: State, seen: Statistics, settings: Settings, dampings: Dampings
+    ) -> State:
+        """The factors and momenta after the update, for given dampings of U and G."""
 
-    def _traces(self, state: State, seen: Statistics, settings: Settings, updates: int) -> State:
-        """Moving averages of tr(U)/d_i and tr(G)/d_o, where damping is relative to them."""
-        if not settings.relative_damping and settings.factor_start == "identity":
-            return {}
+    @abstractmethod
+    def _begun(
+        self, state: State, seen: Statistics, traces: State, dampings: Dampings, begins: Tensor
+    ) -> tuple[State, Statistics]:
+        """The multiple of the identity that fits the traces, where there is curvature for the first time."""
+
+    def _traces(self, state: State, seen: Statistics, updates: int) -> State:
+        """Moving averages of tr(U) / d_i and tr(G) / d_o."""
         rate = max(0.05, 1 / (updates + 1))
-        old_u, old_g = state.get("trace_u", seen.trace_u), state.get("trace_g", seen.trace_g)
-        return {
-            "trace_u": moving_average(old_u, seen.trace_u, rate),
-            "trace_g": moving_average(old_g, seen.trace_g, rate),
-        }
+        pairs = zip(TRACES, (seen.trace_u, seen.trace_g), strict=True)
+        return {name: moving_average(state.get(name, new), new, rate) for name, new in pairs}
 
-    def _dampings(self, settings: Settings, traces: State) -> tuple[Tensor | float, Tensor | float]:
+    def _dampings(self, traces: State, settings: Settings) -> Dampings:
         """λ for U and for G: as given, or in proportion to their traces so that the product is λ tr tr."""
         if not settings.relative_damping:
             return settings.damping, settings.damping
         root = settings.damping**0.5
         return root * traces["trace_u"], root * traces["trace_g"]
+
+
+def _alive(state: State) -> Tensor:
+    """Whether there has been any curvature, ``[..., 1]``."""
+    zero = torch.zeros(())
+    return (state.get("trace_u", zero) > 0) & (state.get("trace_g", zero) > 0)
 
 
 @dataclass(frozen=True)
@@ -244,7 +269,7 @@ class InverseFree(Rule):
 
     adaptive: bool
     names = ("K", "C")
-    keys = ("K", "C", "m_K", "m_C", "trace_u", "trace_g")
+    keys = ("K", "C", "m_K", "m_C")
 
     def check(self, structures: Pair, momentum: float) -> None:
         if momentum and not self.adaptive:
@@ -253,46 +278,43 @@ class InverseFree(Rule):
     def statistic(self, factor: Factor, x: Tensor) -> Tensor:
         return curvature(factor, x)
 
-    def update(
-        self, structures: Pair, state: State, seen: Statistics, settings: Settings, updates: int
-    ) -> State:
-        traces = self._traces(state, seen, settings, updates)
+    def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
         k, c = (Factor(s, state[name]) for s, name in zip(structures, self.names, strict=True))
-        h_k, h_c = seen.k, seen.c
-        damping_k, damping_c = self._dampings(settings, traces)
-        if updates == 0 and settings.factor_start == "trace":
-            # Until now the factors were the identity and H was U: start at (tr(U)/d + λ)^-½ I instead.
-            scale_k, scale_c = (
-                (traces["trace_u"] + damping_k).rsqrt(),
-                (traces["trace_g"] + damping_c).rsqrt(),
-            )
-            k, c = k._replace(entries=k.entries * scale_k), c._replace(entries=c.entries * scale_c)
-            h_k, h_c = h_k * scale_k**2, h_c * scale_c**2
+        return natural_gradient(k, c, gradient)
+
+    def _begun(
+        self, state: State, seen: Statistics, traces: State, dampings: Dampings, begins: Tensor
+    ) -> tuple[State, Statistics]:
+        # Until now the factors were the identity, and H was U.
+        sizes = [traces[name] + damping for name, damping in zip(TRACES, dampings, strict=True)]
+        of_k, of_c = (torch.where(begins, size, 1) for size in sizes)
+        state = state | {"K": state["K"] * of_k.rsqrt(), "C": state["C"] * of_c.rsqrt()}
+        return state, seen._replace(k=seen.k / of_k, c=seen.c / of_c)
+
+    def _updated(
+        self, structures: Pair, state: State, seen: Statistics, settings: Settings, dampings: Dampings
+    ) -> State:
+        k, c = (Factor(s, state[name]) for s, name in zip(structures, self.names, strict=True))
         if self.adaptive:
-            damping = damping_k * damping_c if settings.relative_damping else settings.damping
-            directions = ingd(k, c, h_k, h_c, damping)
+            damping = dampings[0] * dampings[1] if settings.relative_damping else settings.damping
+            directions = ingd(k, c, seen.k, seen.c, damping)
         else:
-            directions = ikfac(k, c, h_k, h_c, damping_k, damping_c)
-        new = dict(traces)
+            directions = ikfac(k, c, seen.k, seen.c, *dampings)
+        new = {}
         for name, factor, m in zip(self.names, (k, c), directions, strict=True):
             if settings.precond_momentum:
                 old = state.get(f"m_{name}", torch.zeros_like(m))
                 m = new[f"m_{name}"] = settings.precond_momentum * old + m
-            new[name] = move(
-                factor, m, bounded_rate(factor.structure, m, settings.precond_lr, settings.max_factor_step)
-            )
+            rate = bounded_rate(factor.structure, m, settings.precond_lr, settings.max_factor_step)
+            new[name] = move(factor, m, rate)
         return new
-
-    def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
-        k, c = (Factor(s, state[name]) for s, name in zip(structures, self.names, strict=True))
-        return natural_gradient(k, c, gradient)
 
 
 class Inverting(Rule):
     """KFAC: S_K and S_C are moving averages, damped and inverted at every update."""
 
     names = ("S_K", "S_C")
-    keys = ("S_K", "S_C", "S_K_inverse", "S_C_inverse", "trace_u", "trace_g")
+    keys = ("S_K", "S_C", "S_K_inverse", "S_C_inverse")
 
     def check(self, structures: Pair, momentum: float) -> None:
         for structure in structures:
@@ -312,22 +334,21 @@ class Inverting(Rule):
     def statistic(self, factor: Factor, x: Tensor) -> Tensor:
         return factor.structure.gram(x)
 
-    def update(
-        self, structures: Pair, state: State, seen: Statistics, settings: Settings, updates: int
-    ) -> State:
-        traces = self._traces(state, seen, settings, updates)
-        dampings = self._dampings(settings, traces)
-        new = dict(traces)
-        for name, s, seen_s, trace, damping in zip(
-            self.names, structures, (seen.k, seen.c), ("trace_u", "trace_g"), dampings, strict=True
-        ):
-            old = state[name]
-            if updates == 0 and settings.factor_start == "trace":
-                old = old * traces[trace]
-            new[name] = moving_average(old, seen_s, settings.precond_lr)
-            new[f"{name}_inverse"] = damped_inverse(s, new[name], damping)
-        return new
-
     def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
         k, c = (Factor(s, state[f"{name}_inverse"]) for s, name in zip(structures, self.names, strict=True))
         return kfac_gradient(k, c, gradient)
+
+    def _begun(
+        self, state: State, seen: Statistics, traces: State, dampings: Dampings, begins: Tensor
+    ) -> tuple[State, Statistics]:
+        sizes = (torch.where(begins, traces[name], 1) for name in TRACES)
+        return state | {n: state[n] * size for n, size in zip(self.names, sizes, strict=True)}, seen
+
+    def _updated(
+        self, structures: Pair, state: State, seen: Statistics, settings: Settings, dampings: Dampings
+    ) -> State:
+        new = {}
+        for name, s, u, damping in zip(self.names, structures, (seen.k, seen.c), dampings, strict=True):
+            new[name] = moving_average(state[name], u, settings.precond_lr)
+            new[f"{name}_inverse"] = damped_inverse(s, new[name], damping)
+        return new
