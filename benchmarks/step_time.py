@@ -11,6 +11,7 @@ import argparse
 import gc
 import json
 import platform
+import random
 import re
 import sys
 import warnings
@@ -23,7 +24,7 @@ from math import isfinite
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -133,21 +134,21 @@ WORKLOADS: Mapping[str, Workload] = {
         title="MLP 784-512-512-512-10, batch 128",
         model=mlp,
         batch=lambda: (torch.randn(128, 784), torch.randint(10, (128,))),
-        rounds=15,
-        turn=10,
+        rounds=5,
+        turn=5,
     ),
     "vgg": Workload(
         title="VGG11-BN, a quarter of the widths, 32x32, batch 32",
         model=vgg,
         batch=lambda: (torch.randn(32, 3, 32, 32), torch.randint(10, (32,))),
-        rounds=7,
+        rounds=3,
         turn=5,
     ),
     "gpt": Workload(
         title="GPT d=256, 4 layers, sequence 128, batch 8",
         model=GPT,
         batch=lambda: (torch.randint(65, (8, 128)), torch.randint(65, (8, 128))),
-        rounds=3,
+        rounds=2,
         turn=1,
         per_token=True,
     ),
@@ -155,14 +156,6 @@ WORKLOADS: Mapping[str, Workload] = {
 
 
 # --- Optimizers -------------------------------------------------------------------------------------------
-
-
-class Steps(Protocol):
-    """What is measured: an optimizer, or several that share a model."""
-
-    def step(self) -> Any: ...
-
-    def zero_grad(self) -> None: ...
 
 
 class Together:
@@ -180,6 +173,7 @@ class Together:
             part.zero_grad()
 
 
+Steps: TypeAlias = torch.optim.Optimizer | Together
 Maker: TypeAlias = Callable[[nn.Module], Steps]
 
 
@@ -212,7 +206,7 @@ def contenders(every: int, per_token: bool) -> dict[str, Maker]:
         for structure in ("dense", "diagonal", "block30diagonal", "hierarchical15_15"):
             found[f"official singd {structure}"] = partial(official, structure, every, per_token)
     # The warm-up is off because it updates the factors at every step; the rest is as users have it.
-    settings = {"lr": LR, "precond_every": every, "precond_warmup": 0}
+    settings: dict[str, Any] = {"lr": LR, "precond_every": every, "precond_warmup": 0}
     settings["loss_average"] = "token" if per_token else "batch"
     for structure in ("dense", "diagonal", "block_diagonal(30)", "hierarchical(15,15)", "triu_toeplitz"):
         found[f"ingot SINGD {structure}"] = partial(ingot.SINGD, structure=structure, **settings)
@@ -226,7 +220,7 @@ def contenders(every: int, per_token: bool) -> dict[str, Maker]:
 
 @dataclass
 class Contestant:
-    """An optimizer on its own copy of the model, and what was measured of it, in seconds a round."""
+    """An optimizer on its own copy of the model, and what was measured of it: seconds, for each iteration."""
 
     model: nn.Module
     optimizer: Steps
@@ -236,23 +230,18 @@ class Contestant:
     step: list[float] = field(default_factory=list)
     loss: float = float("nan")
 
-    def start_round(self) -> None:
-        self.iteration.append(0.0)
-        self.step.append(0.0)
-
     def train(self, iterations: int) -> None:
-        """Train, adding the times to those of the round."""
         for _ in range(iterations):
             inputs, labels = next(self.batches)
             start = perf_counter()
             loss = cross_entropy(self.model(inputs).flatten(0, -2), labels.flatten())
             loss.backward()
-            before = perf_counter()
+            before_step = perf_counter()
             self.optimizer.step()
-            after = perf_counter()
+            after_step = perf_counter()
             self.optimizer.zero_grad()
-            self.iteration[-1] += perf_counter() - start
-            self.step[-1] += after - before
+            self.iteration.append(perf_counter() - start)
+            self.step.append(after_step - before_step)
         self.loss = loss.item()
 
 
@@ -263,17 +252,15 @@ def prepare(model: nn.Module, make: Maker, batches: Sequence[Batch]) -> Contesta
     """
     gc.freeze()  # hides what exists from get_objects
     contestant = Contestant(model, make(model), cycle(batches))
-    contestant.start_round()
     contestant.train(WARMUP_ITERATIONS)
     gc.collect()
     # isinstance would ask proxies for their class, which makes some of them load their module.
     born = (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
     storages = {(s := tensor.untyped_storage()).data_ptr(): s.nbytes() for tensor in born}
+    gc.unfreeze()
     for tensor in (*model.parameters(), *model.buffers()):
         storages.pop(tensor.untyped_storage().data_ptr(), None)
     contestant.state_bytes = sum(storages.values())
-    contestant.iteration.clear()
-    contestant.step.clear()
     return contestant
 
 
@@ -288,14 +275,13 @@ def measure(
         progress(f"preparing {name}")
         torch.manual_seed(0)
         contestants[name] = prepare(workload.model(), make, batches)
-    gc.freeze()  # so that no optimizer's time has a tour of the garbage collector through all the others in it
-    window = whole_intervals(every)
+    gc.freeze()  # so that the garbage collector's tours through all of them are in nobody's time
+    window, order, shuffler = whole_intervals(every), list(contestants.values()), random.Random(0)
     for number in range(1, rounds + 1):
         progress(f"round {number} of {rounds}")
-        for contestant in contestants.values():
-            contestant.start_round()
         for done in range(0, window, workload.turn):
-            for contestant in contestants.values():
+            shuffler.shuffle(order)  # so that none always finds the caches as the same predecessor left them
+            for contestant in order:
                 contestant.train(min(workload.turn, window - done))
     gc.unfreeze()
     return contestants
@@ -309,24 +295,30 @@ def whole_intervals(every: int) -> int:
 # --- Report -----------------------------------------------------------------------------------------------
 
 
-def quartiles(values: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
-    """Quartiles over the rounds of the ratio to the reference."""
-    ratios = torch.tensor(values, dtype=torch.float64) / torch.tensor(reference, dtype=torch.float64)
-    low, median, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
-    return {"median": median, "quartile_1": low, "quartile_3": high}
+def per_round(seconds: Sequence[float], window: int) -> Tensor:
+    """Milliseconds an iteration, on average in each round."""
+    return torch.tensor(seconds[WARMUP_ITERATIONS:], dtype=torch.float64).view(-1, window).mean(1) * 1e3
 
 
-def summary(contestants: Mapping[str, Contestant], iterations: int) -> dict[str, Any]:
-    """All that was measured, optimizer by optimizer; seconds become milliseconds an iteration."""
-    reference, adamw = contestants[TIME_REFERENCE], contestants[STATE_REFERENCE]
+def quartiles(ratios: Tensor) -> dict[str, float]:
+    low, middle, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=ratios.dtype)).tolist()
+    return {"median": middle, "quartile_1": low, "quartile_3": high}
+
+
+def summary(contestants: Mapping[str, Contestant], window: int) -> dict[str, Any]:
+    """All that was measured, optimizer by optimizer, and its ratios to the references."""
+    iteration, step = (
+        {name: per_round(getattr(c, kind), window) for name, c in contestants.items()}
+        for kind in ("iteration", "step")
+    )
     return {
         name: {
-            "iteration_ratio": quartiles(c.iteration, reference.iteration),
-            "step_ratio": quartiles(c.step, reference.step),
-            "state_ratio": c.state_bytes / adamw.state_bytes,
+            "iteration_ratio": quartiles(iteration[name] / iteration[TIME_REFERENCE]),
+            "step_ratio": quartiles(step[name] / step[TIME_REFERENCE]),
+            "state_ratio": c.state_bytes / contestants[STATE_REFERENCE].state_bytes,
             "state_bytes": c.state_bytes,
-            "iteration_ms": [1e3 * seconds / iterations for seconds in c.iteration],
-            "step_ms": [1e3 * seconds / iterations for seconds in c.step],
+            "iteration_ms": iteration[name].tolist(),
+            "step_ms": step[name].tolist(),
             "last_loss": c.loss if isfinite(c.loss) else None,
         }
         for name, c in contestants.items()
@@ -354,24 +346,29 @@ def conditions(every: int, threads: int) -> dict[str, Any]:
     }
 
 
-def preamble(c: Mapping[str, Any]) -> str:
+def preamble(about: Mapping[str, Any]) -> str:
     """What the tables mean, in Markdown."""
+    environment = "{date}, torch {torch}, Python {python}, {processor}, threads: {threads}, float32."
+    window = (
+        "A round: {iterations_per_round} iterations of each optimizer. Steps between factor updates: {every}."
+    )
     text = f"""# Step times
 
-{c["date"]}, torch {c["torch"]}, Python {c["python"]}, {c["processor"]}, threads: {c["threads"]}, float32.
+{environment.format_map(about)}
 
 Times are relative to SGD with momentum; all optimizers take turns in one process, each on its own copy of the
 model. Given is the median over the rounds of the ratio to SGD's time in the same round, and the first and
 third quartile in brackets. Machines are noisy: do not trust a difference smaller than that spread, nor the
 spread of a few rounds.
 
-- A round is {c["iterations_per_round"]} iterations of each optimizer; from one update of the factors to the next: {c["every"]}
-  (ingot and official alike, without Riemannian momentum). ingot's warm-up, which updates more often, is off.
+- {window.format_map(about)}
+  These are the same for ingot and the official package, both without Riemannian momentum; ingot's warm-up,
+  which updates the factors more often at first, is off.
 - An iteration is forward, backward, step and zero_grad. The step alone leaves out the factors' statistics,
   which natural-gradient optimizers collect in backward.
 - State is what is kept from step to step, measured as the tensors that an optimizer keeps alive.
-- Weight decay is 0.01, but SGD has none. The official package leaves all but Linear and Conv2d untrained: AdamW
-  trains the rest here, as it does in ingot.
+- Weight decay is 0.01, but SGD has none. The official package leaves all but Linear and Conv2d untrained;
+  AdamW trains the rest here, as it does in ingot.
 """
     return text if Official is not None else text + "- The official package is not installed: skipped.\n"
 
@@ -379,19 +376,18 @@ spread of a few rounds.
 def spread(ratio: Mapping[str, float]) -> str:
     """A median with its quartiles, with the digits that may mean something."""
     digits = 2 if ratio["median"] < 10 else 1
-    median, low, high = (f"{ratio[key]:.{digits}f}" for key in ("median", "quartile_1", "quartile_3"))
-    return f"{median} [{low}, {high}]"
+    middle, low, high = (f"{ratio[key]:.{digits}f}" for key in ("median", "quartile_1", "quartile_3"))
+    return f"{middle} [{low}, {high}]"
 
 
 def table(title: str, results: Mapping[str, Any]) -> str:
     """One model's results in Markdown."""
-    reference = results[TIME_REFERENCE]
-    iteration, step = (median(reference[key]) for key in ("iteration_ms", "step_ms"))
-    rounds = len(reference["step_ms"])
+    sgd = results[TIME_REFERENCE]
+    iteration_ms, step_ms = median(sgd["iteration_ms"]), median(sgd["step_ms"])
     lines = [
         f"## {title}",
         "",
-        f"Rounds: {rounds}. SGD takes {iteration:.3g} ms an iteration and {step:.3g} ms a step.",
+        f"Rounds: {len(sgd['step_ms'])}. SGD: {iteration_ms:.3g} ms an iteration, {step_ms:.3g} ms a step.",
         "",
         "| optimizer | iteration / SGD | step / SGD | state / AdamW |",
         "| --- | --- | --- | --- |",
@@ -434,15 +430,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = preamble(results)
     for name in chosen.models:
         workload = WORKLOADS[name]
+        makers = contenders(chosen.every, workload.per_token)
+        progress = partial(print, f"{name}:", file=sys.stderr, flush=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"singd\.")
-            contestants = measure(
-                workload,
-                contenders(chosen.every, workload.per_token),
-                chosen.every,
-                chosen.rounds or workload.rounds,
-                progress=lambda what, name=name: print(f"{name}: {what}", file=sys.stderr, flush=True),
-            )
+            contestants = measure(workload, makers, chosen.every, chosen.rounds or workload.rounds, progress)
         results["models"][name] = summary(contestants, results["iterations_per_round"])
         text += "\n" + table(workload.title, results["models"][name])
     (chosen.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")

@@ -424,6 +424,9 @@ def test_copies_of_the_model_are_not_captured():
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for twin in twins:
         twin(_batch()[0]).sum().backward()
+        hooks = [hook for module in twin.modules() for hook in module._forward_hooks.values()]
+        assert len(hooks) == len(optimizer._layers)
+        assert all(hook._owner is None for hook in hooks)  # no copy of the optimizer hangs on it
     assert all(layer.pending is None for layer in optimizer._layers.values())
     assert not optimizer.state
 

@@ -160,7 +160,10 @@ def test_the_kronecker_product_is_exact_for_one_sample(approx):
     optimizer = ingot.SINGD(model, structure="dense", approx=approx, **ingot.PAPER)
     x, y = torch.randn(1, 4), torch.randn(1, 3)
     (model(x) - y).square().sum().backward()
-    statistics = [layer.pending.scaled(1, 1, loss_is_mean=True) for layer in optimizer._layers.values()]
+    statistics = [
+        layer.pending.scaled(layer.shape[2], layer.shape[1], loss_is_mean=True)
+        for layer in optimizer._layers.values()
+    ]
     for layer, seen in zip((model[0], model[2]), statistics, strict=True):
         d_o, d_i = layer.weight.shape
         u, g = seen.k.reshape(d_i + 1, d_i + 1), seen.c.reshape(d_o, d_o)
@@ -169,6 +172,8 @@ def test_the_kronecker_product_is_exact_for_one_sample(approx):
         ((a, b),) = inputs_and_gradients(model, layer, x, y, lambda o, t: (o - t).square().sum())
         torch.testing.assert_close(u, a.mT @ a)
         torch.testing.assert_close(g, b.mT @ b)
+        torch.testing.assert_close(seen.trace_u, u.trace().reshape(1) / (d_i + 1))
+        torch.testing.assert_close(seen.trace_g, g.trace().reshape(1) / d_o)
 
 
 # --- What keeps long runs stable --------------------------------------------------------------------------
