@@ -132,13 +132,16 @@ def descend(weight: Tensor, momentum: Tensor, length: Tensor | float, decay: Ten
     """W ← (1 - decay) W - length m, in place."""
     if isinstance(decay, Tensor) or decay:
         weight.mul_(1 - decay)
-    weight.sub_((length * momentum).to(weight.dtype))
+    if isinstance(length, Tensor):
+        weight.addcmul_(momentum.to(weight.dtype), length.to(weight.dtype), value=-1)
+    else:
+        weight.sub_(momentum, alpha=length)
 
 
 def root_mean_square(tensors: list[Tensor]) -> Tensor:
     """The root mean square of all entries together."""
-    squares = torch.stack([tensor.to(computing(tensor.dtype)).square().sum() for tensor in tensors]).sum()
-    return (squares / sum(tensor.numel() for tensor in tensors)).sqrt()
+    norms = [torch.linalg.vector_norm(tensor, dtype=computing(tensor.dtype)) for tensor in tensors]
+    return torch.stack(norms).norm() / sum(tensor.numel() for tensor in tensors) ** 0.5
 
 
 def step_length(
