@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import ingot
+from ingot.rules import spectral_norm
 from ingot.structures import bind, parse
 from tests.reference import Plain, inputs_and_gradients, kronecker_factors
 
@@ -107,3 +108,61 @@ def test_kfac_is_the_textbook_formula():
     optimizer.step()
     after = torch.cat((layer.weight, layer.bias[:, None]), dim=1).detach()
     torch.testing.assert_close(after, before - 0.5 * natural.reshape(4, 2).mT, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["singd", "ikfac", "kfac"])
+def test_the_default_step_is_the_documented_one(method):
+    """Warm-up, bounded factors, relative damping, normalised and bounded weight steps, decoupled decay."""
+    layer = nn.Linear(4, 3)
+    lr, decay, damping = 0.04, 0.1, 0.2
+    optimizer = OPTIMIZERS[method](
+        layer,
+        lr=lr,
+        structure="dense",
+        damping=damping,
+        weight_decay=decay,
+        precond_warmup=3,
+        precond_every=4,
+    )
+    w = _matrix(layer, layer.weight.detach(), layer.bias.detach())
+    k, c, m = torch.eye(5), torch.eye(3), torch.zeros_like(w)
+    eye_k, eye_c, d_i, d_o = torch.eye(5), torch.eye(3), 5, 3
+    s_k, s_c = bind(parse("dense"), 5), bind(parse("dense"), 3)
+    u_mean = v_mean = updates = 0
+    for step in range(9):
+        x, y = torch.randn(6, 4), torch.randn(6, 3)
+        if step < 3 or step % 4 == 0:
+            u, g = kronecker_factors(inputs_and_gradients(layer, layer, x, y, _loss), "expand")
+            rate = max(0.05, 1 / (updates + 1))
+            u_mean = u_mean + rate * (u.trace() / d_i - u_mean)
+            v_mean = v_mean + rate * (g.trace() / d_o - v_mean)
+            damp_k, damp_c = damping**0.5 * u_mean, damping**0.5 * v_mean
+            beta = max(0.1, 1 / (updates + 2))
+            if method == "kfac":
+                k, c = (k * u_mean, c * v_mean) if updates == 0 else (k, c)
+                k, c = (1 - beta) * k + beta * u, (1 - beta) * c + beta * g
+                of_k, of_c = torch.linalg.inv(k + damp_k * eye_k), torch.linalg.inv(c + damp_c * eye_c)
+            else:
+                if updates == 0:
+                    k, c = eye_k / (u_mean + damp_k).sqrt(), eye_c / (v_mean + damp_c).sqrt()
+                h_k, h_c = k.mT @ u @ k, c.mT @ g @ c
+                if method == "singd":
+                    t_k, t_c = h_k.trace() / d_i, h_c.trace() / d_o
+                    both = damping * u_mean * v_mean
+                    l_k, l_c = both * (c.mT @ c).trace() / d_o, both * (k.mT @ k).trace() / d_i
+                else:
+                    t_k, t_c, l_k, l_c = 1, 1, damp_k, damp_c
+                m_k, m_c = (t_c * h_k + l_k * k.mT @ k - eye_k) / 2, (t_k * h_c + l_c * c.mT @ c - eye_c) / 2
+                k = k @ (eye_k - min(beta, 0.5 / spectral_norm(s_k, m_k.flatten()).item()) * m_k)
+                c = c @ (eye_c - min(beta, 0.5 / spectral_norm(s_c, m_c.flatten()).item()) * m_c)
+                of_k, of_c = k @ k.mT, c @ c.mT
+            updates += 1
+        optimizer.zero_grad()
+        _loss(layer(x), y).backward()
+        m = 0.9 * m + of_c @ _matrix(layer, layer.weight.grad, layer.bias.grad) @ of_k
+        cap = 0.03 * max(w[:, :-1].square().mean().sqrt().item(), (3 * d_i) ** -0.5)
+        w = (1 - lr * decay) * w - min(lr, cap) * m / m.square().mean().sqrt()
+        optimizer.step()
+        actual = _matrix(layer, layer.weight.detach(), layer.bias.detach())
+        torch.testing.assert_close(actual, w, rtol=1e-10, atol=1e-12)
+    assert optimizer.state[layer.weight]["updates"] == updates == 5
