@@ -212,6 +212,15 @@ def test_groups_by_name_pattern_single_parameters_out():
     assert state["C"].shape == (25,)
 
 
+def test_a_groups_own_settings_win_over_adamws():
+    model = Everything()
+    optimizer = SINGD(model, [{"params": "norm.*", "lr": 0.7}], lr=0.1, adamw={"lr": 0.01, "eps": 1e-6})
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    assert (group_of[model.norm.weight]["lr"], group_of[model.norm.weight]["eps"]) == (0.7, 1e-6)
+    assert group_of[model.position]["lr"] == 0.01
+    assert group_of[model.project.weight]["lr"] == 0.1
+
+
 def test_weight_and_bias_in_different_groups_keep_one_preconditioner():
     """With equal settings, splitting a layer's parameters over groups changes nothing."""
     models = [Everything() for _ in range(2)]
