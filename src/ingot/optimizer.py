@@ -11,23 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw as functional_adamw
 from torch.utils.hooks import RemovableHandle
 
+from ingot import rules
 from ingot.capture import Layer, find_layers, install, summed
 from ingot.groups import Group, Params, check_group, separate_adamw, structure_pair, trained_groups
-from ingot.rules import (
-    TRACES,
-    Factor,
-    InverseFree,
-    Inverting,
-    Pair,
-    Rule,
-    Settings,
-    accumulate,
-    computing,
-    descend,
-    root_mean_square,
-    step_length,
-    warmed_rate,
-)
+from ingot.rules import TRACES, Factor, InverseFree, Inverting, Pair, Rule, Settings
 from ingot.structures import Factory, bind
 
 StructureLike: TypeAlias = str | Factory
@@ -192,7 +179,7 @@ class NaturalGradient(Optimizer):
             state |= self.rule.start(layer.structures, like, layer.shape[0])
             state |= {"steps": 0, "updates": 0}
         kept = (key for key in (*self.rule.keys, *TRACES) if key in state)
-        return {key: state[key].to(computing(state[key].dtype)) for key in kept}
+        return {key: state[key].to(rules.computing(state[key].dtype)) for key in kept}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and the statistics that came with them."""
@@ -259,7 +246,7 @@ class NaturalGradient(Optimizer):
         if callable(rate):
             rate = rate(updates)
         elif group["precond_warmup"]:
-            rate = warmed_rate(rate, updates)
+            rate = rules.warmed_rate(rate, updates)
         settings = Settings(rate, *(group[name] for name in Settings._fields[1:]))
         _, d_o, d_i = layer.shape
         seen = layer.pending.scaled(d_i, d_o, loss_is_mean=group["loss_average"] is not None)
@@ -280,14 +267,14 @@ class NaturalGradient(Optimizer):
         momenta = [self._momentum(p, update) for p, update in zip(layer.parameters, updates, strict=True)]
         sizes = None
         if self._group(layer.weight)["normalize_step"]:
-            sizes = root_mean_square(momenta), root_mean_square([layer.weight])
+            sizes = rules.root_mean_square(momenta), rules.root_mean_square([layer.weight])
         for p, momentum in zip(layer.parameters, momenta, strict=True):
             group = self._group(p)
             lr, length = group["lr"], group["lr"]
             if sizes is not None:
-                length = step_length(lr, *sizes, matrix.shape[-1], group["max_relative_step"])
+                length = rules.step_length(lr, *sizes, matrix.shape[-1], group["max_relative_step"])
             decay = lr * group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
-            descend(p, momentum, length, decay)
+            rules.descend(p, momentum, length, decay)
         state["steps"] += 1
 
     def _momentum(self, p: nn.Parameter, update: Tensor) -> Tensor:
@@ -299,7 +286,7 @@ class NaturalGradient(Optimizer):
             return update
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        return accumulate(state["momentum_buffer"], update, group["momentum"])
+        return rules.accumulate(state["momentum_buffer"], update, group["momentum"])
 
     def _step_adamw(self, group: Group, params: list[Tensor]) -> None:
         if not params:
