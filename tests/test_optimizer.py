@@ -365,6 +365,27 @@ def test_micro_batches_give_the_steps_of_the_whole_batch(optimizer_class, kind):
         torch.testing.assert_close(result, results[0], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("optimizer_class", FAMILY)
+def test_by_default_a_wrong_loss_average_does_no_harm(optimizer_class):
+    """A constant factor in G cancels, as the docs say; under PAPER it does not."""
+    torch.set_default_dtype(torch.float64)
+
+    def trajectory(kind: str | None, **keywords) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        optimizer = optimizer_class(model, loss_average=kind, precond_lr=0.01, **keywords)
+        for _ in range(5):
+            optimizer.zero_grad()
+            (model(torch.randn(6, 3, 4)) - 1).square().mean((1, 2)).mean().backward()
+            optimizer.step()
+        return _parameters(model)
+
+    for kind in ("token", None):
+        torch.testing.assert_close(trajectory(kind), trajectory("batch"), rtol=1e-9, atol=1e-11)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(trajectory(kind, **PAPER), trajectory("batch", **PAPER))
+
+
 # --- In a training loop -----------------------------------------------------------------------------------
 
 
@@ -516,6 +537,8 @@ def test_functions_stay_behind_when_saving():
     [
         ({"lr": -1.0}, "lr must be a number of at least 0"),
         ({"lr": "fast"}, "lr must be a number"),
+        ({"lr": float("nan")}, "lr must be a number"),
+        ({"damping": float("inf")}, "damping must be a number"),
         ({"approx": "expnd"}, "'expand' or 'reduce'"),
         ({"loss_average": "mean"}, "None for a sum"),
         ({"momentum": 1.0}, "momentum must be"),
@@ -548,9 +571,24 @@ def test_bad_settings_are_refused_with_the_remedy(keywords, message):
 def test_bad_settings_of_an_added_group_leave_the_optimizer_as_it_was():
     model = Everything()
     optimizer = SINGD(model, [model.project.weight])
-    with pytest.raises(ValueError, match="momentum must be"):
-        optimizer.add_param_group({"params": [model.head.weight], "momentum": 2.0})
-    assert len(optimizer.param_groups) == 1
+    for setting, message in (
+        ({"momentum": 2.0}, "momentum must be"),
+        ({"structure": "dense(2)"}, "layer 'head'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group({"params": [*model.head.parameters()], **setting})
+        assert len(optimizer.param_groups) == 1
+        assert not model.head._forward_hooks
+    optimizer.add_param_group({"params": [*model.head.parameters()]})
+    _train(model, optimizer, 1)
+    assert "K" in optimizer.state[model.head.weight]
+
+
+def test_a_structure_that_does_not_fit_names_the_layer_and_leaves_no_hook():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 3))
+    with pytest.raises(ValueError, match="layer '1': the structure 'dense\\(2\\)' has a fixed size"):
+        SINGD(model, structure="dense(2)")
+    assert not any(module._forward_hooks for module in model)
 
 
 def test_layers_of_an_added_group_are_preconditioned():

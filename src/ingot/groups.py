@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from math import isfinite
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -93,8 +95,10 @@ def _number(low: float, high: float = float("inf"), *, open_high: bool = False) 
     def check(value: Any) -> bool:
         if isinstance(value, Tensor):
             return value.numel() == 1
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and low <= value and (value < high if open_high else value <= high)
+        if not isinstance(value, Real) or isinstance(value, bool) or not isfinite(value):
+            return False
+        number = float(value)
+        return low <= number and (number < high if open_high else number <= high)
 
     return check
 
@@ -157,12 +161,6 @@ def check_group(group: Group) -> None:
         if not check(group[name]):
             raise ValueError(f"{name} must be {wanted}; got {group[name]!r}")
     structure_pair(group["structure"])
-    known = {*_CHECKS, "structure", "params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr"}
-    known |= {
-        "max_momentum",
-        "base_momentum",
-        "name",
-    }  # written by torch's schedulers, or for the user's eyes
     for name in group:
-        if name not in known:
+        if name not in _CHECKS and name not in _ALLOWED:
             raise ValueError(f"{name!r} is no setting of a parameter group; these are: {', '.join(_CHECKS)}")

@@ -114,7 +114,7 @@ class NaturalGradient(Optimizer):
         self._model: nn.Module | None = None  # while groups are added one by one, layers are incomplete
         super().__init__(separate_adamw(groups, preconditioned, dict(adamw or {})), defaults)
         self._model = model
-        self._adopt_layers(model)
+        self._adopt(found)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as with any torch optimizer; layers of the model are preconditioned there, too."""
@@ -122,16 +122,22 @@ class NaturalGradient(Optimizer):
         super().add_param_group(param_group)
         members = self.param_groups[-1]["params"]
         self._group_index.update(dict.fromkeys(members, len(self.param_groups) - 1))
-        if self._model is not None:
-            self._adopt_layers(self._model)
+        if self._model is None:
+            return
+        try:
+            self._adopt(find_layers(self._model, set(self._group_index)))
+        except ValueError:  # a structure that does not fit: nothing was hooked, so forget the group as well
+            self.param_groups.pop()
+            self._group_index = {p: i for p, i in self._group_index.items() if i < len(self.param_groups)}
+            raise
 
-    def _adopt_layers(self, model: nn.Module) -> None:
-        """Hook the layers whose weights are trained and not yet known."""
-        for weight, layer in find_layers(model, set(self._group_index)).items():
-            if weight in self._layers:
-                continue
+    def _adopt(self, layers: dict[nn.Parameter, Layer]) -> None:
+        """Hook the layers that are new."""
+        new = {weight: layer for weight, layer in layers.items() if weight not in self._layers}
+        for layer in new.values():
             layer.structures = self._bind(layer)
-            self._layers[weight] = layer
+        self._layers |= new
+        for layer in new.values():
             for module in layer.modules:
                 self._layer_of[module] = layer
                 self._handles.append(install(module, layer.adapter, self))
@@ -144,8 +150,11 @@ class NaturalGradient(Optimizer):
         _, d_o, d_i = layer.shape
         group = self._group(layer.weight)
         of_k, of_c = structure_pair(group["structure"])
-        pair = bind(of_k, d_i), bind(of_c, d_o)
-        self.rule.check(pair, group["precond_momentum"])
+        try:
+            pair = bind(of_k, d_i), bind(of_c, d_o)
+            self.rule.check(pair, group["precond_momentum"])
+        except ValueError as error:
+            raise ValueError(f"layer {layer.name!r}: {error}") from None
         return pair
 
     # --- Backward: statistics come in -------------------------------------------------------------------

@@ -93,6 +93,26 @@ def test_classes_and_functions_are_structures_too():
         bind(lambda dim: Diagonal(dim + 1), 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "low_rank"),
+    [
+        ("rank_tril", "K Kᵀ"),
+        ("rank_triu_mirrored", "K Kᵀ"),
+        ("rank_triu", "inverse"),
+        ("rank_tril_mirrored", "inverse"),
+    ],
+)
+def test_which_product_is_diagonal_plus_low_rank(name, low_rank):
+    """As the docstrings in the catalogue say."""
+    s = bind(parse(f"{name}(2)"), 9)
+    k = s.dense(s.identity(dtype=torch.float64) + 0.3 * torch.randn(s.numel, dtype=torch.float64))
+    product = k @ k.mT if low_rank == "K Kᵀ" else torch.linalg.inv(k @ k.mT)
+    on_diagonal = k.diagonal().square() if low_rank == "K Kᵀ" else k.diagonal().square().reciprocal()
+    dense_rows = slice(7, 9) if name.endswith("mirrored") else slice(0, 2)
+    on_diagonal[dense_rows] = 0
+    assert torch.linalg.matrix_rank(product - on_diagonal.diag(), rtol=1e-9) == 2
+
+
 @pytest.mark.usefixtures("registry")
 def test_users_register_their_own():
     @register("scalar")

@@ -63,25 +63,25 @@ for _name, _class in {
 
 @register("rank_triu")
 def rank_triu(dim: int, rank: int = 1) -> Structure:
-    """[[dense, B], [0, diagonal]]: K Kᵀ is diagonal plus low rank."""
+    """[[dense, B], [0, diagonal]]: the inverse of K Kᵀ is diagonal plus a matrix of that rank."""
     return upper(dim, Named("dense", size=rank), Diagonal)
 
 
 @register("rank_tril")
 def rank_tril(dim: int, rank: int = 1) -> Structure:
-    """[[dense, 0], [B, diagonal]]: the inverse of K Kᵀ is diagonal plus low rank."""
+    """[[dense, 0], [B, diagonal]]: K Kᵀ is diagonal plus a matrix of that rank."""
     return lower(dim, Named("dense", size=rank), Diagonal)
 
 
 @register("rank_triu_mirrored")
 def rank_triu_mirrored(dim: int, rank: int = 1) -> Structure:
-    """[[diagonal, B], [0, dense]]."""
+    """[[diagonal, B], [0, dense]]: K Kᵀ is diagonal plus a matrix of that rank."""
     return upper(dim, Diagonal, Named("dense", size=rank))
 
 
 @register("rank_tril_mirrored")
 def rank_tril_mirrored(dim: int, rank: int = 1) -> Structure:
-    """[[diagonal, 0], [B, dense]]."""
+    """[[diagonal, 0], [B, dense]]: the inverse of K Kᵀ is diagonal plus a matrix of that rank."""
     return lower(dim, Diagonal, Named("dense", size=rank))
 
 

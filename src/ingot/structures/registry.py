@@ -27,7 +27,7 @@ def register(name: str) -> Callable[[B], B]:
         @register("two_blocks")
         def two_blocks(dim: int, size: int = 8) -> Structure: ...
 
-    From then on ``structure="two_blocks(16)"`` works everywhere, and the contract tests cover it.
+    From then on ``structure="two_blocks(16)"`` works everywhere.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(f"a structure's name is lower-case letters, digits and underscores, got {name!r}")
