@@ -46,7 +46,7 @@ def test_the_documented_defaults_are_the_real_ones():
     of_update, of_additions = page.split("## What is added")
     shown = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]+) \|", of_update, re.MULTILINE))
     added = re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \| `?([^|`]+)`? \|", of_additions, re.MULTILINE)
-    assert set(shown) | {name for name, *_ in added} == set(defaults) - {"model", "params", "adamw"}
+    assert set(shown) | {name for name, *_ in added} == set(defaults) - {"model", "params", "adamw", "fisher"}
     shown |= {name: default for name, default, _ in added}
     for name, default in shown.items():
         if name not in ("structure", "factor_dtype"):  # told in words

@@ -91,8 +91,12 @@ class _Rescaled:
     """An optimizer whose captured inputs and gradients are scaled, so that it sees (αU, G/α)."""
 
     def __init__(self, optimizer: ingot.NaturalGradient, alpha: float) -> None:
-        collect = optimizer.collect
-        optimizer.collect = lambda module, x, g: collect(module, alpha**0.5 * x, alpha**-0.5 * g)
+        for layer in optimizer._layers.values():
+            for tap in layer.taps:
+                tap.receive = self._scaling(tap.receive, alpha)
+
+    def _scaling(self, receive, alpha: float):
+        return lambda x, g, *rest: receive(alpha**0.5 * x, alpha**-0.5 * g, *rest)
 
 
 def _trajectory(optimizer_class, alpha: float, structure: str, **keywords) -> torch.Tensor:

@@ -1,176 +1,186 @@
-"""From forward and backward to statistics: what a layer saw, summed up until the next step."""
+"""Taps behind the layers of a model, through which forward and backward passes become statistics."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from ingot.layers import LayerAdapter, adapter_for, gradient_rows, input_rows
-from ingot.rules import Factor, Pair, Statistics
+from ingot.layers import Family, LayerAdapter
+
+Sink = Callable[["Tap", Tensor, Tensor, int, object], None]
+"""Takes a tap, the input and output gradient of a use, the first matrix used, and the backward pass."""
+
+_KEYS = itertools.count()
+_TAPS: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()
 
 
-class Sums(NamedTuple):
-    """Unscaled sums over one or more micro-batches; scales come last, when all counts are known.
+class Tap:
+    """Watches the uses of one layer's weight by one module, while its optimizer wants statistics.
 
-    Gradients of a loss that is a mean carry 1 / (number of its terms) each. Scaling the sum of their outer
-    products by the total number of terms gives the same G for one batch and for its micro-batches.
+    ``active`` is a plain flag, so that compiled code has two forms, with and without the tap, and need not
+    be compiled again at other steps.
     """
 
-    k: Tensor
-    c: Tensor
-    square_a: Tensor
-    square_g: Tensor
-    rows: int  # how many outer products U is the mean of
-    terms: int  # how many terms the loss is the mean of
+    def __init__(self, adapter: LayerAdapter, module: nn.Module, flipped: bool, sink: Sink) -> None:
+        self.adapter, self.module, self.flipped = adapter, module, flipped
+        self.active = False
+        self._sink = weakref.WeakMethod(sink)
+        self._key = next(_KEYS)
+        _TAPS[self._key] = self
 
-    def plus(self, other: Sums | None) -> Sums:
-        """Both together."""
-        if other is None:
-            return self
-        pairs: Any = zip(self, other, strict=True)
-        return Sums(*(a + b for a, b in pairs))
+    def __call__(self, output: Tensor, x: Tensor, start: int = 0) -> Tensor:
+        weight = self.adapter.weight(self.module)
+        if not (self.active and output.requires_grad and weight is not None and weight.requires_grad):
+            return output
+        if torch.compiler.is_compiling():
+            return _probe(output, x.detach(), self._key, start)
+        if torch._C._are_functorch_transforms_active():
+            return output  # what torch.func differentiates is no training step
+        return _Probe.apply(output, x.detach(), self, start)  # type: ignore[no-untyped-call]
 
-    def scaled(self, d_i: int, d_o: int, loss_is_mean: bool) -> Statistics:
-        """U as a mean, G in the scale of the whole loss."""
-        of_g = self.terms if loss_is_mean else 1
-        return Statistics(
-            k=self.k / self.rows,
-            c=self.c * of_g,
-            trace_u=self.square_a / (self.rows * d_i),
-            trace_g=self.square_g * (of_g / d_o),
-        )
-
-
-@dataclass
-class Layer:
-    """A preconditioned weight with its bias, and the modules that use them (several where tied)."""
-
-    name: str
-    adapter: LayerAdapter
-    modules: list[nn.Module]
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    structures: Pair = field(init=False)  # of K and C, once the settings of the weight's group are known
-    pending: Sums | None = None
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
-
-    @property
-    def shape(self) -> tuple[tuple[int, ...], int, int]:
-        """The leading dimensions, d_o and d_i of weight and bias as one matrix."""
-        lead, d_o, d_i = self.adapter.shape(self.modules[0])
-        return lead, d_o, d_i + (self.bias is not None)
-
-    def rows(self, module: nn.Module, x: Tensor, g: Tensor, approx: str) -> tuple[Tensor, Tensor, int, int]:
-        """Input rows ``[..., n, d_i]`` and gradient rows ``[..., n, d_o]`` of one use, batch and places."""
-        a, g = self.adapter.inputs(module, x), self.adapter.output_gradients(module, g)
-        batch, places = g.shape[-3:-1]
-        a, g = input_rows(a, approx), gradient_rows(g, approx)
-        if self.bias is not None:
-            # The bias is the weight of a constant input, which a tied module without it does not have.
-            constant = float(self.adapter.bias(module) is self.bias)
-            a = torch.cat((a, a.new_full((*a.shape[:-1], 1), constant)), dim=-1)
-        return a, g, batch, places
+    def receive(self, x: Tensor, g: Tensor, start: int, outer_pass: int = -1) -> None:
+        """Pass on what came together, if it did so in a backward pass for the weight's gradient."""
+        sink, weight = self._sink(), self.adapter.weight(self.module)
+        if sink is None or weight is None or not _is_wanted(weight):
+            return
+        sink(self, x, g, start, torch._C._current_graph_task_id() if outer_pass < 0 else outer_pass)
 
 
-def find_layers(model: nn.Module, trained: set[Tensor]) -> dict[nn.Parameter, Layer]:
-    """The layers of known families whose weights are trained, by weight."""
-    layers: dict[nn.Parameter, Layer] = {}
-    for name, module in model.named_modules():
-        adapter = adapter_for(module)
-        weight = adapter.weight(module) if adapter is not None else None
-        if adapter is None or weight is None or weight not in trained:
-            continue
-        if weight in layers:
-            layers[weight].modules.append(module)
-            continue
-        bias = adapter.bias(module)
-        layers[weight] = Layer(name, adapter, [module], weight, bias if bias in trained else None)
-    return layers
+def _is_wanted(weight: Tensor) -> bool:
+    """Whether the running backward pass computes this parameter's gradient."""
+    if not weight.requires_grad:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
+    except RuntimeError:
+        # torch declines to answer for a parameter that torch.autograd.grad was asked about: it is wanted.
+        return True
 
 
-def summed(
-    statistic: Callable[[Factor, Tensor], Tensor],
-    factors: tuple[Factor, Factor],
-    a: Tensor,
-    g: Tensor,
-    terms: int,
-) -> Sums:
-    """The statistics of rows ``a`` and ``g``, not yet divided by anything."""
-    k, c = factors
-    return Sums(
-        k=statistic(k, a.mT),
-        c=statistic(c, g.mT),
-        square_a=a.square().sum((-2, -1)).unsqueeze(-1),
-        square_g=g.square().sum((-2, -1)).unsqueeze(-1),
-        rows=a.shape[-2],
-        terms=terms,
-    )
-
-
-class Owner(Protocol):
-    """Whom hooks report to."""
-
-    def wants_statistics(self, module: nn.Module) -> bool:
-        """Whether the next step needs this module's statistics."""
-
-    def collect(self, module: nn.Module, x: Tensor, g: Tensor) -> None:
-        """Take a module's input and the gradient of its output."""
+# --- The probe: an identity whose backward meets the gradient of the output beside the input -------------
 
 
 class _Probe(torch.autograd.Function):
-    """The identity on a layer's output; its backward meets the output's gradient beside the input.
+    """The probe in eager mode.
 
     The output is copied because an activation may overwrite it in place. The input is saved by autograd's
     own means, so activation checkpointing can drop and recompute it.
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, x: Tensor, sink: Callable[[Tensor, Tensor], None]) -> Tensor:
+    def forward(ctx: Any, output: Tensor, x: Tensor, tap: Tap, start: int) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.sink = sink
+        ctx.tap, ctx.start = tap, start
+        # A forward pass within a backward pass recomputes a checkpointed segment, whose backward is a pass of
+        # its own for the engine but part of the same one for us.
+        ctx.outer_pass = torch._C._current_graph_task_id()
         return output.clone()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
-        ctx.sink(x.detach(), g.detach())
-        return g, None, None
+        ctx.tap.receive(x, g.detach(), ctx.start, ctx.outer_pass)
+        return g, None, None, None
+
+
+# In compiled code the probe is a pair of operators that the compiler does not look into. The second returns
+# its argument, as a copy, so that it cannot be dropped as useless.
+
+
+@torch.library.custom_op("ingot::probe", mutates_args=())
+def _probe(output: Tensor, x: Tensor, key: int, start: int) -> Tensor:
+    return output.clone()
+
+
+@torch.library.custom_op("ingot::receive", mutates_args=())
+def _receive(g: Tensor, x: Tensor, key: int, start: int) -> Tensor:
+    tap = _TAPS.get(key)
+    if tap is not None:
+        tap.receive(x, g, start)
+    return g.clone()
+
+
+@_probe.register_fake
+@_receive.register_fake
+def _like(tensor: Tensor, x: Tensor, key: int, start: int) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, x, ctx.key, ctx.start = inputs
+    ctx.save_for_backward(x)
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+    (x,) = ctx.saved_tensors
+    return _receive(g, x, ctx.key, ctx.start), None, None, None
+
+
+_probe.register_autograd(_backward, setup_context=_keep)
+
+
+# --- Hooks ----------------------------------------------------------------------------------------------
 
 
 class CaptureHook:
-    """A forward hook that puts a probe behind a module while its optimizer wants statistics.
+    """The forward hook of a module, with the taps of all optimizers that train its layers.
 
-    A copy of it, made with a copy of the model or by pickling one, is inert: it belongs to no optimizer.
+    A copy of it, made with a copy of the model or by pickling one, has none.
     """
 
-    def __init__(self, adapter: LayerAdapter | None = None, owner: Owner | None = None) -> None:
-        self._adapter = adapter
-        self._owner = weakref.ref(owner) if owner is not None else None
+    def __init__(self, family: Family | None = None) -> None:
+        self.family = family
+        self.taps: dict[str, list[Tap]] = {}
+        self.handle: RemovableHandle | None = None
 
     def __reduce__(self) -> tuple[type[CaptureHook], tuple[()]]:
         return CaptureHook, ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        owner = self._owner() if self._owner is not None else None
-        if owner is None or self._adapter is None or not torch.is_grad_enabled():
+        if self.family is None or not torch.is_grad_enabled():
             return None
-        if not (isinstance(output, Tensor) and output.requires_grad and owner.wants_statistics(module)):
+        if not any(tap.active for taps in self.taps.values() for tap in taps):
             return None
-        x = self._adapter.forward_input(args, kwargs).detach()
-        return _Probe.apply(  # type: ignore[no-untyped-call]
-            output, x, lambda a, g: owner.collect(module, a, g)
-        )
+        return self.family.capture(module, args, kwargs, output, _chained(self.taps))
 
 
-def install(module: nn.Module, adapter: LayerAdapter, owner: Owner) -> RemovableHandle:
-    """Let a module's statistics reach ``owner``, which it does not keep alive."""
-    return module.register_forward_hook(CaptureHook(adapter, owner), with_kwargs=True)
+def _chained(taps: Mapping[str, list[Tap]]) -> dict[str, Callable[..., Tensor]]:
+    return {name: _Chain(several) for name, several in taps.items()}
+
+
+class _Chain:
+    """Several taps as one."""
+
+    def __init__(self, taps: list[Tap]) -> None:
+        self._taps = taps
+
+    def __call__(self, output: Tensor, x: Tensor, start: int = 0) -> Tensor:
+        for tap in self._taps:
+            output = tap(output, x, start)
+        return output
+
+
+def install(module: nn.Module, family: Family, name: str, tap: Tap) -> None:
+    """Put a tap behind the uses of the layer ``name`` in a module's forward."""
+    hook = next((h for h in module._forward_hooks.values() if isinstance(h, CaptureHook)), None)
+    if hook is None:
+        hook = CaptureHook()
+        hook.handle = module.register_forward_hook(hook, with_kwargs=True)
+    hook.family = family
+    hook.taps.setdefault(name, []).append(tap)
+
+
+def remove(module: nn.Module, tap: Tap) -> None:
+    """Take a tap away, and the hook with the last one."""
+    for hook in [h for h in module._forward_hooks.values() if isinstance(h, CaptureHook)]:
+        kept = {name: [t for t in taps if t is not tap] for name, taps in hook.taps.items()}
+        hook.taps = {name: taps for name, taps in kept.items() if taps}
+        if not hook.taps and hook.handle is not None:
+            hook.handle.remove()

@@ -10,7 +10,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from ingot.model import named_parameters
 from ingot.structures import Factory, resolve
 
 Group: TypeAlias = dict[str, Any]
@@ -20,12 +22,14 @@ Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[G
 def trained_groups(model: nn.Module, params: Params | None) -> list[Group]:
     """Groups of parameters from what a user gave: nothing, parameters, torch-style groups, or name patterns.
 
+    Parameters that are frozen belong to a group as well: they may be unfrozen later.
+
     Patterns such as ``"*.bias"`` only single parameters out: all others of the model follow in a group of
     their own. Parameters given as such are exactly those trained, as with torch's optimizers.
     """
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = named_parameters(model)
     if params is None:
-        return _not_empty([{"params": list(trainable.values())}])
+        return _not_empty([{"params": list(named.values())}])
     given = list(params)
     groups = [dict(g) for g in given if isinstance(g, Mapping)]
     if not groups:
@@ -40,24 +44,24 @@ def trained_groups(model: nn.Module, params: Params | None) -> list[Group]:
         by_pattern |= any(isinstance(member, str) for member in members)
         group["params"] = []
         for member in members:
-            chosen = _members(member, trainable, taken)
+            chosen = _members(member, named, taken)
             group["params"] += chosen
             taken.update(chosen)
     if by_pattern:
-        groups.insert(0, {"params": [p for p in trainable.values() if p not in taken]})
+        groups.insert(0, {"params": [p for p in named.values() if p not in taken]})
     return _not_empty(groups)
 
 
-def _members(member: Any, trainable: dict[str, nn.Parameter], taken: set[Tensor]) -> list[Tensor]:
+def _members(member: Any, named: dict[str, nn.Parameter], taken: set[Tensor]) -> list[Tensor]:
     if isinstance(member, tuple):  # as named_parameters() gives them
         return [member[1]]
     if not isinstance(member, str):
         return [member]
-    matching = [p for name, p in trainable.items() if fnmatchcase(name, member)]
+    matching = [p for name, p in named.items() if fnmatchcase(name, member)]
     if not matching:
         raise ValueError(
-            f"no trainable parameter matches the pattern {member!r}; the model's parameters are named "
-            f"{', '.join(list(trainable)[:8])}{', ...' if len(trainable) > 8 else ''}"
+            f"no parameter matches the pattern {member!r}; the model's parameters are named "
+            f"{', '.join(list(named)[:8])}{', ...' if len(named) > 8 else ''}"
         )
     return [p for p in matching if p not in taken]  # the first pattern that matches wins
 
@@ -65,8 +69,10 @@ def _members(member: Any, trainable: dict[str, nn.Parameter], taken: set[Tensor]
 def _not_empty(groups: list[Group]) -> list[Group]:
     groups = [group for group in groups if group["params"]]
     if not groups:
+        raise ValueError("there is no parameter to train")
+    if any(is_lazy(p) for group in groups for p in group["params"]):
         raise ValueError(
-            "the model has no trainable parameter: check requires_grad, and that lazy modules have run once"
+            "a lazy module has no weights yet: run the model once on an example, and then make the optimizer"
         )
     return groups
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw as functional_adamw
-from torch.utils.hooks import RemovableHandle
 
+from ingot import fisher as curvature_of_losses
 from ingot import rules
-from ingot.capture import Layer, find_layers, install, summed
+from ingot.capture import Tap, install, remove
+from ingot.description import Description, describe
 from ingot.groups import Group, Params, check_group, separate_adamw, structure_pair, trained_groups
+from ingot.model import Layer, Place, find_layers, is_compiled, places, unwrapped
 from ingot.rules import TRACES, Factor, InverseFree, Inverting, Pair, Rule, Settings
-from ingot.structures import Factory, bind
+from ingot.statistics import Pending, Use, sums_of_use
+from ingot.structures import Factory, bind, resolve
 
 StructureLike: TypeAlias = str | Factory
 
@@ -34,16 +40,17 @@ PAPER: Mapping[str, Any] = {
 class NaturalGradient(Optimizer):
     """The family's common optimizer; ``SINGD``, ``INGD``, ``IKFAC`` and ``KFAC`` say which rule it follows.
 
-    Linear and Conv2d layers are preconditioned, weight and bias together as one matrix. All other trainable
-    parameters are trained by AdamW, in a parameter group of their own of the same optimizer.
+    Linear layers, convolutions, embeddings and attention are preconditioned, weight and bias together as one
+    matrix. All other parameters are trained by AdamW, in a parameter group of their own of the same
+    optimizer; ``describe`` tells which is which.
 
     Args:
         model: The model to train.
-        params: None trains every trainable parameter of the model. Otherwise as for any torch optimizer:
-            parameters, or groups of them with settings of their own (exactly these are trained). Groups may
-            also name their parameters by patterns, such as ``{"params": "*.bias", "weight_decay": 0.0}``; the
-            parameters that no pattern names keep the settings below. A layer's factors follow the group of
-            its weight, and weight and bias may be in different groups.
+        params: None trains every parameter of the model that is not frozen. Otherwise as for any torch
+            optimizer: parameters, or groups of them with settings of their own (exactly these are trained).
+            Groups may also name their parameters by patterns, such as ``{"params": "*.bias",
+            "weight_decay": 0.0}``; the parameters that no pattern names keep the settings below. A layer's
+            factors follow the group of its weight, and weight and bias may be in different groups.
         lr: Learning rate, on AdamW's scale unless ``normalize_step`` is off (β₂ in the paper).
         structure: Structure of the factors: text such as ``"diagonal"`` or ``"hierarchical(15,15)"``, a
             function of the dimension such as ``ingot.structures.Diagonal``, or a pair of these for K (on the
@@ -66,6 +73,8 @@ class NaturalGradient(Optimizer):
         max_relative_step: Bound on that root mean square in units of the weights' own, or None.
         decoupled_weight_decay: Whether weight decay acts beside the momentum, as in AdamW, not inside it.
         adamw: Settings of the AdamW groups where they differ: ``lr``, ``betas``, ``eps``, ``weight_decay``.
+        fisher: Where the curvature comes from: ``"empirical"`` takes it from the loss's own backward pass,
+            ``"separate"`` only from what is given to ``curvature_backward`` or done inside ``curvature``.
     """
 
     rule: ClassVar[Rule]
@@ -95,6 +104,7 @@ class NaturalGradient(Optimizer):
         max_relative_step: float | None = 0.03,
         decoupled_weight_decay: bool = True,
         adamw: Mapping[str, Any] | None = None,
+        fisher: str = "empirical",
     ) -> None:
         # Every keyword but adamw is the default of a group's setting of the same name.
         defaults = {k: v for k, v in locals().items() if k not in _NOT_SETTINGS}
@@ -104,17 +114,17 @@ class NaturalGradient(Optimizer):
                 f"the first argument is the model itself, got {type(model).__name__}: write "
                 f"{type(self).__name__}(model), not {type(self).__name__}(model.parameters())"
             )
-        groups = trained_groups(model, params)
-        found = find_layers(model, {p for group in groups for p in group["params"]})
+        if fisher not in ("empirical", "separate"):
+            raise ValueError(f"fisher must be 'empirical' or 'separate'; got {fisher!r}")
+        self._fisher = fisher
+        inner = unwrapped(model)
+        groups = trained_groups(inner, params)
+        found = find_layers(inner, {p for group in groups for p in group["params"]})
         preconditioned = {p for layer in found.values() for p in layer.parameters}
         self._group_index: dict[Tensor, int] = {}
-        self._layers: dict[nn.Parameter, Layer] = {}
-        self._layer_of: dict[nn.Module, Layer] = {}
-        self._handles: list[RemovableHandle] = []
         self._model: nn.Module | None = None  # while groups are added one by one, layers are incomplete
         super().__init__(separate_adamw(groups, preconditioned, dict(adamw or {})), defaults)
-        self._model = model
-        self._adopt(found)
+        self._watch(inner, found)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as with any torch optimizer; layers of the model are preconditioned there, too."""
@@ -125,22 +135,126 @@ class NaturalGradient(Optimizer):
         if self._model is None:
             return
         try:
-            self._adopt(find_layers(self._model, set(self._group_index)))
+            self._attach(find_layers(self._model, set(self._group_index)))
         except ValueError:  # a structure that does not fit: nothing was hooked, so forget the group as well
             self.param_groups.pop()
             self._group_index = {p: i for p, i in self._group_index.items() if i < len(self.param_groups)}
             raise
 
-    def _adopt(self, layers: dict[nn.Parameter, Layer]) -> None:
-        """Hook the layers that are new."""
+    # --- The model: layers with taps, and parameters that may be replaced --------------------------------
+
+    def _watch(self, model: nn.Module, layers: dict[nn.Parameter, Layer]) -> None:
+        """Begin to follow a model."""
+        self._model = model
+        self._layers: dict[nn.Parameter, Layer] = {}
+        self._installed: list[tuple[nn.Module, Tap]] = []
+        self._finalizer = weakref.finalize(self, _remove_all, self._installed)
+        self._paused = self._said_compiled = False
+        self._curvature_pass: object = None
+        self._attach(layers)
+
+    def _attach(self, layers: dict[nn.Parameter, Layer]) -> None:
+        """Put taps behind the layers that are new."""
         new = {weight: layer for weight, layer in layers.items() if weight not in self._layers}
         for layer in new.values():
             layer.structures = self._bind(layer)
         self._layers |= new
         for layer in new.values():
-            for module in layer.modules:
-                self._layer_of[module] = layer
-                self._handles.append(install(module, layer.adapter, self))
+            for claim in layer.claims:
+                flipped = claim.adapter.transposed != layer.adapter.transposed
+                tap = Tap(claim.adapter, claim.module, flipped, self._collect)
+                install(claim.owner, claim.family, claim.key, tap)
+                layer.taps.append(tap)
+                self._installed.append((claim.owner, tap))
+        assert self._model is not None
+        self._places: list[tuple[Place, Tensor]] = [
+            (place, p) for place in places(self._model) if (p := place.parameter) in self._group_index
+        ]
+        self._refresh()
+
+    def detach(self) -> None:
+        """Leave the model: its hooks are removed, and the factors stay as they are."""
+        self._finalizer()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this context no statistics are taken: for backward passes that are no training steps."""
+        before, self._paused = self._paused, True
+        self._refresh()
+        try:
+            yield
+        finally:
+            self._paused = before
+            self._refresh()
+
+    def describe(self) -> Description:
+        """A table of which parameter is trained how, by which structures, at what memory; print it."""
+        assert self._model is not None
+        return describe(self, self._model, self._layers)
+
+    def _refresh(self) -> None:
+        """Open the taps of the layers whose factors the coming step updates."""
+        for layer in self._layers.values():
+            due = not self._paused and self._is_due(layer)
+            for tap in layer.taps:
+                tap.active = due
+
+    def _is_due(self, layer: Layer) -> bool:
+        group, steps = self._group(layer.weight), self.state.get(layer.weight, {}).get("steps", 0)
+        return steps < group["precond_warmup"] or steps % group["precond_every"] == 0
+
+    def _follow_model(self) -> None:
+        """Take over parameters that were replaced in the model or changed their dtype or device."""
+        if any(place.parameter is not p for place, p in self._places):
+            self._follow_replaced()
+        for p, state in self.state.items():
+            own = state.get("momentum_buffer", state.get("exp_avg"))
+            if own is not None and (own.dtype != p.dtype or own.device != p.device):
+                self._convert(p, state, own.dtype)
+
+    def _convert(self, p: Tensor, state: dict[str, Any], before: torch.dtype) -> None:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and key != "step":
+                # Factors have a dtype of their own, unless it was the parameter's.
+                follows = key not in (*self.rule.keys, *TRACES) or value.dtype == before
+                state[key] = value.to(p.device, p.dtype if follows else value.dtype)
+
+    def _follow_replaced(self) -> None:
+        """Train new parameters in the place of old ones, with their state where the shape is the same."""
+        remaining: set[Tensor] = {p for place, p in self._places if place.parameter is p}
+        for place, old in self._places:
+            new = place.parameter
+            if new is None or new is old or new in self._group_index:
+                continue
+            members = self._group(old)["params"]
+            self._group_index[new] = self._group_index[old]
+            if old in remaining:  # it was tied, and is not any more
+                members.append(new)
+                continue
+            members[next(i for i, p in enumerate(members) if p is old)] = new
+            remaining.add(old)
+            state = self.state.pop(old, {})
+            if state and new.shape == old.shape:
+                self.state[new] = state
+        self._group_index = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        assert self._model is not None
+        found = find_layers(self._model, set(self._group_index))
+        for weight, layer in list(self._layers.items()):
+            now = found.get(weight)
+            if now is None or now.uses != layer.uses or now.bias is not layer.bias:
+                for claim, tap in zip(layer.claims, layer.taps, strict=True):
+                    remove(claim.owner, tap)
+                del self._layers[weight]
+        self._attach(found)
+        for weight, layer in self._layers.items():
+            state = self.state.get(weight, {})
+            sizes = [s.numel for s in layer.structures]
+            if any(
+                state[key].shape[-1] != n
+                for key, n in zip(self.rule.names, sizes, strict=True)
+                if key in state
+            ):
+                self.state[weight] = {k: v for k, v in state.items() if k == "momentum_buffer"}
 
     def _group(self, parameter: Tensor) -> Group:
         return self.param_groups[self._group_index[parameter]]
@@ -150,6 +264,8 @@ class NaturalGradient(Optimizer):
         _, d_o, d_i = layer.shape
         group = self._group(layer.weight)
         of_k, of_c = structure_pair(group["structure"])
+        if layer.adapter.input_structure is not None:
+            of_k = resolve(layer.adapter.input_structure)
         try:
             pair = bind(of_k, d_i), bind(of_c, d_o)
             self.rule.check(pair, group["precond_momentum"])
@@ -159,42 +275,98 @@ class NaturalGradient(Optimizer):
 
     # --- Backward: statistics come in -------------------------------------------------------------------
 
-    def wants_statistics(self, module: nn.Module) -> bool:
-        """Whether the coming step updates the factors of this module."""
-        weight = self._layer_of[module].weight
-        group, steps = self._group(weight), self.state.get(weight, {}).get("steps", 0)
-        due = steps < group["precond_warmup"] or steps % group["precond_every"] == 0
-        return due and weight.requires_grad
-
     @torch.no_grad()
-    def collect(self, module: nn.Module, x: Tensor, g: Tensor) -> None:
-        """Add the statistics of one use of a module in one backward pass."""
-        layer = self._layer_of[module]
-        group, state = self._group(layer.weight), self._factors(layer, start=True)
-        k, c = (state[name] for name in self.rule.names)
-        s_k, s_c = layer.structures
+    def _collect(self, tap: Tap, x: Tensor, g: Tensor, start: int, backward_pass: object) -> None:
+        """Add the statistics of one use of a layer in one backward pass."""
+        if self._paused or (self._fisher == "separate" and self._curvature_pass is None):
+            return
+        weight = tap.adapter.weight(tap.module)
+        if weight not in self._layers:
+            self._follow_model()
+        if weight is None or weight not in self._layers:
+            return
+        layer = self._layers[weight]
+        group, factors = self._group(weight), self._factors(layer, start=True)
+        k, c = (Factor(s, factors[name]) for s, name in zip(layer.structures, self.rule.names, strict=True))
+        constant = None
+        if layer.bias is not None:  # which a tied module need not have
+            constant = float(not tap.flipped and tap.adapter.bias(tap.module) is layer.bias)
         with torch.autocast(x.device.type, enabled=False):
-            a, g, batch, places = layer.rows(module, x.to(k.dtype), g.to(c.dtype), group["approx"])
-            terms = batch * places if group["loss_average"] == "token" else batch
-            sums = summed(self.rule.statistic, (Factor(s_k, k), Factor(s_c, c)), a, g, terms)
-        layer.pending = sums.plus(layer.pending)
+            x = x.to(k.entries.dtype) if x.is_floating_point() else x
+            g = g.to(c.entries.dtype)
+            use = Use(tap.adapter, tap.module, x, g, start=start, flipped=tap.flipped, constant=constant)
+            sums = sums_of_use(self.rule.statistic, (k, c), use, group["approx"])
+        terms = use.batch * use.places if group["loss_average"] == "token" else use.batch
+        layer.pending = layer.pending or Pending()
+        layer.pending.add(sums, tap.flipped, terms, self._curvature_pass or backward_pass)
+
+    @property
+    def wants_curvature(self) -> bool:
+        """Whether the coming step updates factors."""
+        return any(tap.active for layer in self._layers.values() for tap in layer.taps)
+
+    @contextmanager
+    def curvature(self) -> Iterator[None]:
+        """With ``fisher="separate"``: the backward passes within are those that statistics are taken from.
+
+        Together they count as the backward pass of one batch. Use ``torch.autograd.grad``, which leaves the
+        parameters' gradients alone.
+        """
+        if self._fisher != "separate":
+            raise RuntimeError(
+                "statistics come from every backward pass already: make the optimizer with fisher='separate'"
+            )
+        self._curvature_pass = object()
+        try:
+            yield
+        finally:
+            self._curvature_pass = None
+
+    def curvature_backward(
+        self, output: Tensor, loss: str, *, samples: int | None = 1, reduction: str = "mean", dim: int = -1
+    ) -> None:
+        """Take the statistics from the loss's curvature at the model's output instead of from its gradient.
+
+        It is the Fisher information by sampled targets, or the generalised Gauss-Newton matrix with
+        ``samples=None``. To be called between the forward pass and ``loss.backward()``; does nothing where
+        the coming step updates no factors.
+
+        Args:
+            output: The model's output, before any softmax.
+            loss: ``"cross_entropy"``, ``"binary_cross_entropy"`` (of logits) or ``"mse"``.
+            samples: How many targets to draw for each output, or None for the exact curvature, which takes
+                one backward pass for each dimension of the output.
+            reduction: Whether the loss is a ``"mean"`` or a ``"sum"``.
+            dim: The dimension of classes or of the values of one prediction.
+        """
+        with self.curvature():
+            if not self.wants_curvature:
+                return
+            weights = [layer.weight for layer in self._layers.values() if layer.weight.requires_grad]
+            terms = {"batch": len(output), "token": output.numel() // output.shape[dim], None: 1}
+            scale = terms[self.defaults["loss_average"]] ** -0.5
+            for direction in curvature_of_losses.directions(output.detach(), loss, samples, reduction, dim):
+                torch.autograd.grad(output, weights, scale * direction, retain_graph=True, allow_unused=True)
 
     def _factors(self, layer: Layer, start: bool = False) -> dict[str, Tensor]:
         """A layer's factors in the precision that products are taken in; begun if there are none yet."""
         state = self.state[layer.weight]
         if start and self.rule.names[0] not in state:
-            dtype = self._group(layer.weight)["factor_dtype"] or layer.weight.dtype
-            like = torch.empty((), dtype=dtype, device=layer.weight.device)
-            state |= self.rule.start(layer.structures, like, layer.shape[0])
+            state |= self._first_factors(layer, layer.weight.device)
             state |= {"steps": 0, "updates": 0}
         kept = (key for key in (*self.rule.keys, *TRACES) if key in state)
         return {key: state[key].to(rules.computing(state[key].dtype)) for key in kept}
+
+    def _first_factors(self, layer: Layer, device: torch.device | str) -> dict[str, Tensor]:
+        dtype = self._group(layer.weight)["factor_dtype"] or layer.weight.dtype
+        return self.rule.start(layer.structures, torch.empty((), dtype=dtype, device=device), layer.shape[0])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and the statistics that came with them."""
         super().zero_grad(set_to_none)
         for layer in self._layers.values():
             layer.pending = None
+        self._refresh()
 
     # --- Checkpoints ------------------------------------------------------------------------------------
 
@@ -224,6 +396,17 @@ class NaturalGradient(Optimizer):
                     state[key] = (saved[key] if key in own_dtype else value).to(p.device, copy=True)
         for layer in self._layers.values():
             layer.pending = None
+        self._refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # With the model, to which copies of the parameters belong.
+        return super().__getstate__() | {"_model": self._model, "_fisher": self._fisher}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_model" in state:  # a copy or unpickled; torch also comes here when it loads a state_dict
+            self._group_index = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+            self._watch(state["_model"], find_layers(state["_model"], set(self._group_index)))
 
     # --- Step: factors, then weights --------------------------------------------------------------------
 
@@ -234,6 +417,8 @@ class NaturalGradient(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_model()
+        self._check_captured()
         done: set[Tensor] = set()
         for layer in self._layers.values():
             # A layer that was never captured (its module's forward was bypassed) has no factors: AdamW's.
@@ -245,27 +430,53 @@ class NaturalGradient(Optimizer):
             layer.pending = None
         for group in self.param_groups:
             self._step_adamw(group, [p for p in group["params"] if p.grad is not None and p not in done])
+        self._refresh()
         return loss
+
+    def _check_captured(self) -> None:
+        """Say so where nothing at all was captured though it should have been."""
+        layers = [layer for layer in self._layers.values() if layer.weight.grad is not None]
+        if not layers or any(self.rule.names[0] in self.state.get(layer.weight, {}) for layer in layers):
+            return
+        if self._fisher == "separate":
+            raise RuntimeError(
+                "no curvature was given: with fisher='separate', call optimizer.curvature_backward(output, "
+                "loss) before loss.backward(), or make a backward pass inside optimizer.curvature()"
+            )
+        if self._model is not None and is_compiled(self._model) and not self._said_compiled:
+            self._said_compiled = True
+            warnings.warn(
+                "no layer was captured, so all are trained by AdamW: the compiled model ran before this "
+                "optimizer was made, and its code has no hooks. Call torch._dynamo.reset() once after making "
+                "the optimizer.",
+                stacklevel=4,
+            )
 
     def _update_factors(self, layer: Layer) -> None:
         if layer.pending is None:
             return
         group, state = self._group(layer.weight), self.state[layer.weight]
-        rate, updates = group["precond_lr"], state["updates"]
+        _, d_o, d_i = layer.shape
+        seen = layer.pending.scaled(d_i, d_o, loss_is_mean=group["loss_average"] is not None)
+        dtype = state[self.rule.names[0]].dtype
+        new = self.rule.update(
+            layer.structures, self._factors(layer), seen, self._settings(layer), state["updates"]
+        )
+        state |= {key: value.to(dtype) if key in self.rule.keys else value for key, value in new.items()}
+        state["updates"] += 1
+
+    def _settings(self, layer: Layer) -> Settings:
+        """The numbers of a layer's coming factor update."""
+        group, updates = self._group(layer.weight), self.state.get(layer.weight, {}).get("updates", 0)
+        rate = group["precond_lr"]
         if callable(rate):
             rate = rate(updates)
         elif group["precond_warmup"]:
             rate = rules.warmed_rate(rate, updates)
-        settings = Settings(rate, *(group[name] for name in Settings._fields[1:]))
-        _, d_o, d_i = layer.shape
-        seen = layer.pending.scaled(d_i, d_o, loss_is_mean=group["loss_average"] is not None)
-        dtype = state[self.rule.names[0]].dtype
-        new = self.rule.update(layer.structures, self._factors(layer), seen, settings, updates)
-        state |= {key: value.to(dtype) if key in self.rule.keys else value for key, value in new.items()}
-        state["updates"] = updates + 1
+        return Settings(rate, *(group[name] for name in Settings._fields[1:]))
 
     def _step_layer(self, layer: Layer, gradient: Tensor) -> None:
-        state, module = self.state[layer.weight], layer.modules[0]
+        state, module = self.state[layer.weight], layer.module
         bias_gradient = None
         if layer.bias is not None:
             bias_gradient = layer.bias.grad if layer.bias.grad is not None else torch.zeros_like(layer.bias)
@@ -273,11 +484,12 @@ class NaturalGradient(Optimizer):
         matrix = layer.adapter.matrix(module, gradient, bias_gradient).to(factors[self.rule.names[0]].dtype)
         natural = self.rule.precondition(layer.structures, factors, matrix)
         updates = layer.adapter.parts(module, natural, layer.weight, layer.bias)
-        momenta = [self._momentum(p, update) for p, update in zip(layer.parameters, updates, strict=True)]
+        moved = [(p, u) for p, u in zip(layer.parameters, updates, strict=True) if p.grad is not None]
+        momenta = [self._momentum(p, update) for p, update in moved]
         sizes = None
         if self._group(layer.weight)["normalize_step"]:
             sizes = rules.root_mean_square(momenta), rules.root_mean_square([layer.weight])
-        for p, momentum in zip(layer.parameters, momenta, strict=True):
+        for (p, _), momentum in zip(moved, momenta, strict=True):
             group = self._group(p)
             lr, length = group["lr"], group["lr"]
             if sizes is not None:
@@ -324,7 +536,13 @@ class NaturalGradient(Optimizer):
         )
 
 
-_NOT_SETTINGS = ("self", "model", "params", "adamw", "__class__")
+_NOT_SETTINGS = ("self", "model", "params", "adamw", "fisher", "__class__")
+
+
+def _remove_all(installed: list[tuple[nn.Module, Tap]]) -> None:
+    for module, tap in installed:
+        remove(module, tap)
+    installed.clear()
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,12 +1,20 @@
 """One contract for every layer adapter: its normal form reproduces the layer's output and its gradient."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from ingot.layers import LayerAdapter, adapter_for, registered
+from ingot.layers import LayerAdapter, family_of, registered
 
-# For every registered class: modules that show what the family can do, each with an input.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # it uses torch.jit when it is imported
+    from torch_geometric.nn.dense.linear import Linear as GraphLinear
+
+# For every registered class: modules that show what the family can do, each with the shape of an input (or
+# with tokens for an embedding). Attention has several layers and a test file of its own.
 EXAMPLES = {
     "torch.nn.modules.linear.Linear": [
         (nn.Linear(4, 3), (5, 4)),
@@ -27,14 +35,63 @@ EXAMPLES = {
         (nn.Conv2d(2, 3, 3, padding=1, padding_mode="replicate"), (4, 2, 6, 5)),
         (nn.Conv2d(2, 4, 3, padding=(1, 2), padding_mode="circular", groups=2), (4, 2, 6, 5)),
     ],
+    "torch_geometric.nn.dense.linear.Linear": [
+        (GraphLinear(4, 3), (5, 4)),
+        (GraphLinear(4, 3, bias=False), (2, 5, 4)),
+    ],
+    "transformers.pytorch_utils.Conv1D": [(Conv1D(3, 4), (5, 4)), (Conv1D(3, 4), (2, 5, 4))],
+    "torch.nn.modules.conv.Conv1d": [
+        (nn.Conv1d(2, 3, 3), (4, 2, 7)),
+        (nn.Conv1d(4, 6, 2, stride=2, padding=3, dilation=2, groups=2, bias=False), (4, 4, 7)),
+        (nn.Conv1d(2, 3, 4, padding="same", padding_mode="circular"), (2, 7)),
+    ],
+    "torch.nn.modules.conv.Conv3d": [
+        (nn.Conv3d(2, 3, 2), (3, 2, 4, 3, 5)),
+        (
+            nn.Conv3d(2, 4, (1, 2, 3), stride=(2, 1, 1), padding=(0, 1, 2), dilation=(1, 2, 1), groups=2),
+            (2, 2, 4, 4, 5),
+        ),
+        (nn.Conv3d(1, 2, 3, padding=1, padding_mode="replicate"), (1, 3, 3, 3)),
+    ],
+    "torch.nn.modules.conv.ConvTranspose1d": [
+        (nn.ConvTranspose1d(3, 2, 3), (4, 3, 5)),
+        (nn.ConvTranspose1d(4, 6, 3, stride=3, padding=1, output_padding=2, dilation=2, groups=2), (2, 4, 5)),
+    ],
+    "torch.nn.modules.conv.ConvTranspose2d": [
+        (nn.ConvTranspose2d(3, 2, 2, stride=2), (4, 3, 3, 5)),
+        (nn.ConvTranspose2d(3, 2, (2, 3), bias=False), (3, 3, 5)),
+        (
+            nn.ConvTranspose2d(3, 2, 1, stride=2, padding=1),
+            (4, 3, 4, 5),
+        ),  # more is cut off than the kernel adds
+        (
+            nn.ConvTranspose2d(4, 8, 3, stride=(2, 1), padding=(2, 0), output_padding=(1, 0), groups=4),
+            (2, 4, 3, 4),
+        ),
+    ],
+    "torch.nn.modules.conv.ConvTranspose3d": [
+        (nn.ConvTranspose3d(2, 4, (1, 2, 3), stride=(1, 2, 2), dilation=(1, 1, 2), groups=2), (2, 2, 2, 3, 2))
+    ],
+    "torch.nn.modules.sparse.Embedding": [
+        (nn.Embedding(6, 3), torch.tensor([0, 5, 5, 2])),
+        (nn.Embedding(6, 3), torch.tensor([[0, 5, 5], [1, 1, 1]])),
+        (nn.Embedding(6, 3, padding_idx=1), torch.tensor([[0, 1, 5], [1, 1, 2]])),
+        (nn.Embedding(6, 3), torch.tensor([[[0], [5]], [[3], [3]]])),
+        (nn.Embedding(6, 3), torch.tensor(4)),
+    ],
 }
+SEVERAL_LAYERS = {"torch.nn.modules.activation.MultiheadAttention"}
 CASES = [(module, shape) for examples in EXAMPLES.values() for module, shape in examples]
 
 
+def example_input(shape, dtype=torch.float64) -> torch.Tensor:
+    return shape if isinstance(shape, torch.Tensor) else torch.randn(shape, dtype=dtype)
+
+
 def test_every_registered_layer_has_examples():
-    assert set(registered()) == set(EXAMPLES)
+    assert set(registered()) == set(EXAMPLES) | SEVERAL_LAYERS
     for name, examples in EXAMPLES.items():
-        assert all(adapter_for(module) is registered()[name] for module, _ in examples)
+        assert all(family_of(module) is registered()[name] for module, _ in examples)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # torch's own forward says so
@@ -42,30 +99,45 @@ def test_every_registered_layer_has_examples():
 def test_the_normal_form_is_the_layer(module, shape):
     module = module.double()
     module.zero_grad()
-    adapter = adapter_for(module)
-    x = torch.randn(shape, dtype=torch.float64)
+    adapter = family_of(module)
+    x = example_input(shape)
     y = module(x)
     gradient = torch.randn_like(y)
     y.backward(gradient)
 
     lead, d_o, d_i = adapter.shape(module)
-    a, g = adapter.inputs(module, x), adapter.output_gradients(module, gradient)
+    a, g = adapter.inputs(module, x, gradient), adapter.output_gradients(module, x, gradient)
     assert a.shape[:-3] == g.shape[:-3] == lead
     assert a.shape[-3:-1] == g.shape[-3:-1]  # batch and shared places
     assert (g.shape[-1], a.shape[-1]) == (d_o, d_i)
-    if module.bias is not None:
+    bias = getattr(module, "bias", None)
+    if bias is not None:
         a = torch.cat((a, torch.ones_like(a[..., :1])), dim=-1)
 
-    weights = adapter.matrix(module, module.weight, module.bias)
+    weights = adapter.matrix(module, module.weight, bias)
     outputs = (a.flatten(-3, -2) @ weights.mT).unflatten(-2, a.shape[-3:-1])
-    torch.testing.assert_close(adapter.output_gradients(module, y), outputs)
+    torch.testing.assert_close(adapter.output_gradients(module, x, y), outputs)
     summed = g.flatten(-3, -2).mT @ a.flatten(-3, -2)
-    bias_gradient = None if module.bias is None else module.bias.grad
+    bias_gradient = None if bias is None else bias.grad
     torch.testing.assert_close(adapter.matrix(module, module.weight.grad, bias_gradient), summed)
 
-    parts = adapter.parts(module, weights, module.weight, module.bias)
-    for part, p in zip(parts, module.parameters(), strict=True):
+    parts = adapter.parts(module, weights, module.weight, bias)
+    for part, p in zip(parts, [module.weight] if bias is None else [module.weight, bias], strict=True):
         assert torch.equal(part, p)
+
+    for approx, rows in (("expand", a.flatten(-3, -2)), ("reduce", a.mean(-2))):
+        squares = adapter.input_squares(module, x, approx, torch.float64)
+        if squares is not None:
+            torch.testing.assert_close(squares, rows.square().sum(-2))
+
+
+def test_an_output_size_that_is_asked_for():
+    """nn.ConvTranspose2d can be told its output's size in each call."""
+    module = nn.ConvTranspose2d(1, 1, 3, stride=2, bias=False).double()
+    x = torch.randn(2, 1, 4, 4, dtype=torch.float64)
+    y = module(x, output_size=(10, 9))
+    a = family_of(module).inputs(module, x, y)
+    torch.testing.assert_close(a @ module.weight.flatten(), y.flatten(1))
 
 
 def test_subclasses_are_known_unless_they_compute_something_else():
@@ -76,12 +148,17 @@ def test_subclasses_are_known_unless_they_compute_something_else():
         def forward(self, x):
             return super().forward(x).square()
 
-    assert isinstance(adapter_for(Same(2, 3)), LayerAdapter)
-    assert adapter_for(Other(2, 3)) is None
-    assert adapter_for(nn.LayerNorm(3)) is None
+    assert isinstance(family_of(Same(2, 3)), LayerAdapter)
+    assert family_of(Other(2, 3)) is None
+    assert family_of(nn.LayerNorm(3)) is None
 
 
 def test_a_weight_that_is_computed_is_no_parameter_of_the_layer():
     module = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
     adapter = registered()["torch.nn.modules.linear.Linear"]
     assert adapter.weight(module) is None
+
+
+def test_an_embedding_that_divides_its_gradients_is_no_linear_map():
+    module = nn.Embedding(4, 2, scale_grad_by_freq=True)
+    assert family_of(module).weight(module) is None

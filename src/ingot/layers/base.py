@@ -1,4 +1,4 @@
-"""Layers in one normal form, and the registry that finds the adapter of a module.
+"""Layers in one normal form, and the registry that finds the family of a module.
 
 Every layer is seen as a matrix W ``[..., d_o, d_i]`` that meets inputs a ``[..., batch, shared, d_i]`` and
 sends back output gradients g ``[..., batch, shared, d_o]``. ``shared`` counts the places where one sample
@@ -14,26 +14,64 @@ Kronecker factors follow from that form, with N samples, R places, and g the gra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 
-class LayerAdapter(ABC):
-    """How one family of modules looks in the normal form. Adapters are stateless."""
+class Tap(Protocol):
+    """Watches one use of a layer's weight."""
+
+    def __call__(self, output: Tensor, x: Tensor, start: int = 0) -> Tensor:
+        """The output of the use, to go on with in its place; ``x`` is the input that it came from.
+
+        Where the use was of some of the layer's matrices only, ``start`` is the first of these.
+        """
+
+
+class Family(ABC):
+    """What is known of a class of modules: which layers it has, and how their uses are watched."""
+
+    @abstractmethod
+    def layers(self, module: Any) -> dict[str, tuple[LayerAdapter, nn.Module]]:
+        """The module's layers by name, each with the adapter and the module that describe it."""
+
+    @abstractmethod
+    def capture(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, taps: Mapping[str, Tap]
+    ) -> Any:
+        """The output of a forward call with every use led through the tap of its layer, if it has one."""
+
+
+class LayerAdapter(Family):
+    """How a layer with one weight looks in the normal form. Adapters are stateless."""
+
+    transposed: ClassVar[bool] = False
+    """Whether W is the weight's transpose: weights are stored as ``[d_i, d_o]``."""
+
+    input_structure: ClassVar[str | None] = None
+    """The structure that K always has, for inputs that leave no choice."""
 
     @abstractmethod
     def shape(self, module: Any) -> tuple[tuple[int, ...], int, int]:
         """The leading dimensions, d_o and d_i (without bias) of the weight as a matrix."""
 
     @abstractmethod
-    def inputs(self, module: Any, x: Tensor) -> Tensor:
-        """A forward input as ``[..., batch, shared, d_i]``."""
+    def inputs(self, module: Any, x: Tensor, g: Tensor) -> Tensor:
+        """The input of a use as ``[..., batch, shared, d_i]``, given with the gradient of its output."""
 
     @abstractmethod
-    def output_gradients(self, module: Any, g: Tensor) -> Tensor:
-        """A gradient of the output as ``[..., batch, shared, d_o]``."""
+    def output_gradients(self, module: Any, x: Tensor, g: Tensor) -> Tensor:
+        """The gradient of the output of a use as ``[..., batch, shared, d_o]``, given with its input."""
+
+    def input_squares(self, module: Any, x: Tensor, approx: str, dtype: torch.dtype) -> Tensor | None:
+        """The sum over rows of the squared inputs, ``[..., d_i]``, if that is cheaper than the rows.
+
+        It is all that a diagonal K needs.
+        """
+        return None
 
     def weight(self, module: nn.Module) -> nn.Parameter | None:
         """The weight if it is a parameter of the module's own (not computed, as by a parametrization)."""
@@ -42,27 +80,41 @@ class LayerAdapter(ABC):
     def bias(self, module: nn.Module) -> nn.Parameter | None:
         return module._parameters.get("bias")
 
-    def forward_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The captured input among the arguments of a forward call."""
-        x: Tensor = args[0] if args else kwargs["input"]
-        return x
+    def weight_matrix(self, module: Any, weight: Tensor) -> Tensor:
+        """The weight (or its gradient) as ``[..., d_o, d_i]``."""
+        lead, d_o, d_i = self.shape(module)
+        return weight.mT if self.transposed else weight.reshape(*lead, d_o, d_i)
+
+    def matrix_weight(self, module: Any, matrix: Tensor, weight: Tensor) -> Tensor:
+        """The inverse of ``weight_matrix``: a matrix in the shape of the weight."""
+        return matrix.mT if self.transposed else matrix.reshape(weight.shape)
 
     def matrix(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Weight and bias (or their gradients) as one matrix ``[..., d_o, d_i (+ 1)]``, the bias last."""
-        lead, d_o, d_i = self.shape(module)
-        matrix = weight.reshape(*lead, d_o, d_i)
-        return matrix if bias is None else torch.cat((matrix, bias.reshape(*lead, d_o, 1)), dim=-1)
+        matrix = self.weight_matrix(module, weight)
+        return matrix if bias is None else torch.cat((matrix, bias.reshape(*matrix.shape[:-1], 1)), dim=-1)
 
     def parts(self, module: nn.Module, matrix: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
         """The inverse of ``matrix``, in the shapes of weight and bias."""
         if bias is None:
-            return [matrix.reshape(weight.shape)]
-        return [matrix[..., :-1].reshape(weight.shape), matrix[..., -1].reshape(bias.shape)]
+            return [self.matrix_weight(module, matrix, weight)]
+        return [self.matrix_weight(module, matrix[..., :-1], weight), matrix[..., -1].reshape(bias.shape)]
+
+    # A module of one layer: its forward is the one use.
+
+    def layers(self, module: nn.Module) -> dict[str, tuple[LayerAdapter, nn.Module]]:
+        return {"": (self, module)}
+
+    def capture(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, taps: Mapping[str, Tap]
+    ) -> Any:
+        # torch's own layers call it input, those of other libraries x.
+        return taps[""](output, args[0] if args else kwargs["input" if "input" in kwargs else "x"])
 
 
-_ADAPTERS: dict[str, LayerAdapter] = {}
+_FAMILIES: dict[str, Family] = {}
 
-A = TypeVar("A", bound=type[LayerAdapter])
+F = TypeVar("F", bound=type[Family])
 
 
 def register(*names: str) -> Any:
@@ -72,25 +124,25 @@ def register(*names: str) -> Any:
     text, so that the layers of other libraries are known without importing these.
     """
 
-    def decorate(adapter: A) -> A:
-        _ADAPTERS.update(dict.fromkeys(names, adapter()))
-        return adapter
+    def decorate(family: F) -> F:
+        _FAMILIES.update(dict.fromkeys(names, family()))
+        return family
 
     return decorate
 
 
-def registered() -> dict[str, LayerAdapter]:
-    """All adapters by the class name they serve."""
-    return dict(_ADAPTERS)
+def registered() -> dict[str, Family]:
+    """All families by the class name they serve."""
+    return dict(_FAMILIES)
 
 
-def adapter_for(module: nn.Module) -> LayerAdapter | None:
-    """The adapter of a module's class or of the nearest base class that has one and whose forward it kept."""
+def family_of(module: nn.Module) -> Family | None:
+    """The family of a module's class or of the nearest base class that has one and whose forward it kept."""
     for cls in type(module).__mro__:
-        adapter = _ADAPTERS.get(f"{cls.__module__}.{cls.__qualname__}")
-        if adapter is not None:
+        family = _FAMILIES.get(f"{cls.__module__}.{cls.__qualname__}")
+        if family is not None:
             # A subclass with a forward of its own may compute anything.
-            return adapter if type(module).forward is cls.__dict__.get("forward") else None
+            return family if type(module).forward is cls.__dict__.get("forward") else None
     return None
 
 

@@ -1,0 +1,121 @@
+"""What an optimizer does with a model, as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ingot import rules
+from ingot.model import Layer, named_parameters
+
+if TYPE_CHECKING:
+    from ingot.optimizer import NaturalGradient
+
+
+class Row(NamedTuple):
+    """How one parameter is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained_by: str  # the name of an optimizer, "with its weight", "frozen" or "not here"
+    k: str  # structures of the factors, where there are any
+    c: str
+    state_bytes: int
+    adamw_bytes: int  # what AdamW's state would take
+
+
+@dataclass(frozen=True)
+class Description:
+    """A table of all parameters; ``print`` it, or look into its ``rows``."""
+
+    rows: list[Row]
+
+    def __str__(self) -> str:
+        head = ("parameter", "shape", "trained by", "K", "C", "state")
+        lines = [
+            (r.name, "x".join(map(str, r.shape)) or "1", r.trained_by, r.k, r.c, _size(r.state_bytes))
+            for r in self.rows
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+        text = [
+            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+            for line in (head, tuple("-" * w for w in widths), *lines)
+        ]
+        state, adamw = sum(r.state_bytes for r in self.rows), sum(r.adamw_bytes for r in self.rows)
+        share = f"{self.preconditioned:.1%} of the trained parameters are preconditioned"
+        ratio = f" ({state / adamw:.2f} of AdamW's)" if adamw else ""
+        return "\n".join([*text, "", f"{share}; the state takes {_size(state)}{ratio}"])
+
+    __repr__ = __str__
+
+    @property
+    def preconditioned(self) -> float:
+        """The share of the trained parameters' entries that factors precondition."""
+        sizes = {True: 0, False: 0}
+        for r in self.rows:
+            if r.trained_by not in ("frozen", "not here"):
+                sizes[bool(r.k) or r.trained_by == "with its weight"] += torch.Size(r.shape).numel()
+        return sizes[True] / max(1, sum(sizes.values()))
+
+
+def describe(optimizer: NaturalGradient, model: nn.Module, layers: dict[nn.Parameter, Layer]) -> Description:
+    """The table of an optimizer with these layers of a model."""
+    with_weight = {layer.bias for layer in layers.values()}
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    rows = []
+    for name, p in named_parameters(model).items():
+        group, layer, state = group_of.get(p), layers.get(p), optimizer.state.get(p, {})
+        trained_by, k, c, planned = "AdamW", "", "", 2 * _bytes(p) + 4
+        if group is None:
+            trained_by, planned = "not here", 0
+        elif not p.requires_grad:
+            trained_by, planned = "frozen", 0
+        elif "exp_avg" in state:
+            pass
+        elif layer is not None:
+            trained_by = type(optimizer).__name__
+            k, c = map(str, layer.structures)
+            planned = sum(_bytes(t) for t in _planned_factors(optimizer, layer).values()) + _momentum_bytes(
+                p, group
+            )
+        elif p in with_weight:
+            trained_by, planned = "with its weight", _momentum_bytes(p, group)
+        held = sum(_bytes(value) for value in state.values() if isinstance(value, Tensor))
+        adamw = 2 * _bytes(p) + 4 if group is not None and p.requires_grad else 0
+        rows.append(Row(name, tuple(p.shape), trained_by, k, c, held or planned, adamw))
+    return Description(rows)
+
+
+def _planned_factors(optimizer: NaturalGradient, layer: Layer) -> dict[str, Tensor]:
+    """The state of a layer after its first update, as tensors without data."""
+    rule = optimizer.rule
+    first = optimizer._first_factors(layer, "meta")
+    numbers = {key: value.to(rules.computing(value.dtype)) for key, value in first.items()}
+    trace = numbers[rule.names[0]][..., :1]
+    k, c = (numbers[name] for name in rule.names)
+    seen = rules.Statistics(k, c, trace, trace)
+    state = rule.update(layer.structures, numbers, seen, optimizer._settings(layer), 0)
+    return {
+        key: value.to(first[rule.names[0]].dtype) if key in rule.keys else value
+        for key, value in state.items()
+    }
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _momentum_bytes(p: Tensor, group: dict[str, Any]) -> int:
+    return _bytes(p) if group["momentum"] else 0
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

@@ -1,0 +1,84 @@
+"""The curvature of common losses at a model's output, as vectors to send back through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot, softmax
+
+# For each loss, of outputs [..., size]: a random vector v with E[v vᵀ] = H, the Hessian of one output's loss,
+# and the columns of a matrix S with S Sᵀ = H.
+
+
+def _sample_cross_entropy(output: Tensor) -> Tensor:
+    p = softmax(output, dim=-1)
+    drawn = torch.multinomial(p.flatten(0, -2), 1).reshape(p.shape[:-1])
+    return p - one_hot(drawn, p.shape[-1])
+
+
+def _column_cross_entropy(output: Tensor, i: int) -> Tensor:
+    p = softmax(output, dim=-1)
+    column = -p * p[..., i : i + 1].sqrt()
+    column[..., i] += p[..., i].sqrt()
+    return column
+
+
+def _sample_binary_cross_entropy(output: Tensor) -> Tensor:
+    p = output.sigmoid()
+    return p - torch.bernoulli(p)
+
+
+def _column_binary_cross_entropy(output: Tensor, i: int) -> Tensor:
+    p = output.sigmoid()
+    return _only(i, (p * (1 - p)).sqrt())
+
+
+def _sample_mse(output: Tensor) -> Tensor:
+    return 2**0.5 * torch.randn_like(output)
+
+
+def _column_mse(output: Tensor, i: int) -> Tensor:
+    return _only(i, torch.full_like(output, 2**0.5))
+
+
+def _only(i: int, x: Tensor) -> Tensor:
+    alone = torch.zeros_like(x)
+    alone[..., i] = x[..., i]
+    return alone
+
+
+_LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, int], Tensor]]] = {
+    "cross_entropy": (_sample_cross_entropy, _column_cross_entropy),
+    "binary_cross_entropy": (_sample_binary_cross_entropy, _column_binary_cross_entropy),
+    "mse": (_sample_mse, _column_mse),
+}
+
+
+def directions(
+    output: Tensor, loss: str, samples: int | None = 1, reduction: str = "mean", dim: int = -1
+) -> Iterator[Tensor]:
+    """Vectors in the shape of the output whose outer products sum up to the Hessian of the loss there.
+
+    Between different outputs of a batch there is no curvature, so a vector holds a part for each of them.
+    ``samples`` random vectors have that sum as their expectation; with None the vectors are one for each
+    entry of an output, and the sum is exact.
+    """
+    if loss not in _LOSSES:
+        raise ValueError(f"loss must be one of {', '.join(map(repr, _LOSSES))}; got {loss!r}")
+    if samples is not None and samples < 1:
+        raise ValueError(f"samples must be at least 1, or None for the exact curvature; got {samples}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
+    sample, column = _LOSSES[loss]
+    output = output.movedim(dim, -1)
+    size, terms = output.shape[-1], output.numel()
+    if loss == "cross_entropy":  # whose mean is over outputs; that of the others is over their entries, too
+        terms //= size
+    scale = terms**-0.5 if reduction == "mean" else 1.0
+    vectors = (
+        (sample(output) for _ in range(samples)) if samples else (column(output, i) for i in range(size))
+    )
+    for vector in vectors:
+        yield (scale / (samples or 1) ** 0.5 * vector).movedim(-1, dim)

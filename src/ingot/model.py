@@ -1,0 +1,157 @@
+"""A model as an optimizer sees it: names, places of parameters, and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ingot.capture import Tap
+from ingot.layers import Family, LayerAdapter, family_of
+from ingot.rules import Pair
+from ingot.statistics import Pending
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of wrappers such as torch.compile's and DistributedDataParallel."""
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif "_orig_mod" in model._modules:  # torch.compile's, whose class is slow to import
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether any part of the model runs as compiled code."""
+    return any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
+
+
+class Place(NamedTuple):
+    """Where a module keeps a parameter."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        return self.module._parameters.get(self.key)
+
+
+def places(model: nn.Module) -> Iterator[Place]:
+    """The places of all parameters, tied ones as often as they occur."""
+    for name, module in _named_modules(model):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield Place(f"{name}.{key}" if name else key, module, key)
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter by its name; tied ones by their first."""
+    found: dict[nn.Parameter, str] = {}
+    for place in places(model):
+        if place.parameter is not None:
+            found.setdefault(place.parameter, place.name)
+    return {name: parameter for parameter, name in found.items()}
+
+
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        yield name.replace("_orig_mod.", "").removesuffix("._orig_mod"), module
+
+
+class Claim(NamedTuple):
+    """A module's use of a weight."""
+
+    name: str  # of the weight's layer: that of the module, and of the layer in it if it has several
+    family: Family
+    key: str
+    adapter: LayerAdapter
+    owner: nn.Module  # whose forward is hooked
+    module: nn.Module  # whom the adapter asks
+
+    @property
+    def weight(self) -> nn.Parameter | None:
+        return self.adapter.weight(self.module)
+
+
+@dataclass
+class Layer:
+    """A preconditioned weight with its bias, and the modules that use them (several where tied)."""
+
+    name: str
+    adapter: LayerAdapter
+    module: nn.Module
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    claims: list[Claim]
+    taps: list[Tap] = field(default_factory=list)
+    structures: Pair = field(init=False)  # of K and C, once the settings of the weight's group are known
+    pending: Pending | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    @property
+    def uses(self) -> list[tuple[nn.Module, str]]:
+        """Where the weight is used, to tell whether that changed."""
+        return [(claim.owner, claim.key) for claim in self.claims]
+
+    @property
+    def shape(self) -> tuple[tuple[int, ...], int, int]:
+        """The leading dimensions, d_o and d_i of weight and bias as one matrix."""
+        lead, d_o, d_i = self.adapter.shape(self.module)
+        return lead, d_o, d_i + (self.bias is not None)
+
+
+def find_layers(model: nn.Module, trained: set[Tensor]) -> dict[nn.Parameter, Layer]:
+    """The layers of known families whose weights are among those given, by weight."""
+    _refuse_sparse(model, trained)
+    claims: dict[nn.Parameter, list[Claim]] = {}
+    for claim in _claims(model):
+        if claim.weight is not None and claim.weight in trained:
+            claims.setdefault(claim.weight, []).append(claim)
+    layers: dict[nn.Parameter, Layer] = {}
+    biases: set[nn.Parameter] = set()
+    for weight, found in claims.items():
+        # An embedding leaves no choice of structure, so that a tied output layer comes first.
+        first = next((claim for claim in found if claim.adapter.input_structure is None), found[0])
+        bias = first.adapter.bias(first.module)
+        # A bias that is trained without its weight, or by another layer, is a parameter of its own.
+        if (
+            bias is None
+            or bias not in trained
+            or bias in biases
+            or bias.requires_grad != weight.requires_grad
+        ):
+            bias = None
+        else:
+            biases.add(bias)
+        same = [claim for claim in found if _same_matrix(claim, first)]
+        layers[weight] = Layer(first.name, first.adapter, first.module, weight, bias, same)
+    return layers
+
+
+def _refuse_sparse(model: nn.Module, trained: set[Tensor]) -> None:
+    for name, module in _named_modules(model):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight in trained:
+            raise ValueError(f"the embedding {name!r} makes sparse gradients: build it with sparse=False")
+
+
+def _claims(model: nn.Module) -> Iterator[Claim]:
+    for name, module in _named_modules(model):
+        family = family_of(module)
+        if family is None:
+            continue
+        for key, (adapter, described) in family.layers(module).items():
+            yield Claim(".".join(filter(None, (name, key))), family, key, adapter, module, described)
+
+
+def _same_matrix(claim: Claim, first: Claim) -> bool:
+    """Whether two adapters see a weight as the same matrix or as each other's transpose."""
+    return type(claim.adapter).weight_matrix is type(first.adapter).weight_matrix

@@ -1,0 +1,58 @@
+"""The optimizers on real models, as their libraries build them: losses fall, all parameters take part."""
+
+from math import isfinite
+from statistics import fmean
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from ingot import IKFAC, SINGD
+from tests.zoo import BUILDERS, Case, build
+
+
+def _train(case: Case, optimizer: Optimizer, steps: int) -> list[float]:
+    """Train; check that exactly those parameters moved that had reason to. Returns the losses."""
+    before = {name: p.detach().clone() for name, p in case.model.named_parameters()}
+    reached, pulled, losses = set(), set(), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = case.loss(case.model)
+        loss.backward()
+        for name, p in case.model.named_parameters():
+            if p.grad is not None:
+                reached.add(name)
+                if p.grad.any():
+                    pulled.add(name)
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(map(isfinite, losses))
+    for name, p in case.model.named_parameters():
+        assert torch.isfinite(p).all(), name
+        # In between is a gradient that is always zero, of which weight decay may still make a step.
+        if name in pulled:
+            assert not torch.equal(p, before[name]), f"{name} did not move"
+        elif name not in reached:
+            assert torch.equal(p, before[name]), f"{name} moved without a gradient"
+    assert pulled
+    return losses
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_singd_trains(name):
+    case = build(name)
+    losses = _train(case, SINGD(case.model, lr=3e-3), 20)
+    assert fmean(losses[-3:]) < 0.95 * losses[0]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_ikfac_with_diagonal_factors_trains(name):
+    case = build(name)
+    losses = _train(case, IKFAC(case.model, lr=3e-3, structure="diagonal"), 4)
+    assert losses[-1] < losses[0]
+
+
+def test_a_case_is_the_same_each_time_but_for_the_seed():
+    first, second, other = build("torch/unet"), build("torch/unet"), build("torch/unet", seed=1)
+    assert first.loss(first.model) == second.loss(second.model)
+    assert first.loss(first.model) != other.loss(other.model)
