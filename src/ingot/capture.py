@@ -57,8 +57,12 @@ def _is_wanted(weight: Tensor) -> bool:
     """Whether the running backward pass computes this parameter's gradient."""
     if not weight.requires_grad:
         return False
+    # Inside of an operator autograd is switched off, and a parameter's node in the graph cannot be found.
+    autograd = torch._C.DispatchKey.AutogradFunctionality
     try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
+        with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(autograd, False):
+            node = get_gradient_edge(weight).node
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:
         # torch declines to answer for a parameter that torch.autograd.grad was asked about: it is wanted.
         return True

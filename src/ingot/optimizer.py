@@ -125,6 +125,7 @@ class NaturalGradient(Optimizer):
         self._model: nn.Module | None = None  # while groups are added one by one, layers are incomplete
         super().__init__(separate_adamw(groups, preconditioned, dict(adamw or {})), defaults)
         self._watch(inner, found)
+        self._compiled_before = is_compiled(model)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as with any torch optimizer; layers of the model are preconditioned there, too."""
@@ -145,11 +146,11 @@ class NaturalGradient(Optimizer):
 
     def _watch(self, model: nn.Module, layers: dict[nn.Parameter, Layer]) -> None:
         """Begin to follow a model."""
-        self._model = model
+        self._model, self._compiled_before = model, False
         self._layers: dict[nn.Parameter, Layer] = {}
         self._installed: list[tuple[nn.Module, Tap]] = []
         self._finalizer = weakref.finalize(self, _remove_all, self._installed)
-        self._paused = self._said_compiled = False
+        self._paused = False
         self._curvature_pass: object = None
         self._attach(layers)
 
@@ -443,8 +444,8 @@ class NaturalGradient(Optimizer):
                 "no curvature was given: with fisher='separate', call optimizer.curvature_backward(output, "
                 "loss) before loss.backward(), or make a backward pass inside optimizer.curvature()"
             )
-        if self._model is not None and is_compiled(self._model) and not self._said_compiled:
-            self._said_compiled = True
+        if self._compiled_before:
+            self._compiled_before = False  # once is enough
             warnings.warn(
                 "no layer was captured, so all are trained by AdamW: the compiled model ran before this "
                 "optimizer was made, and its code has no hooks. Call torch._dynamo.reset() once after making "
