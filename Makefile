@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format docs bench clean
+.PHONY: help setup demo test test-slow lint format docs models bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,9 @@ format: setup ## Put the code into its form
 
 docs: setup ## Build the documentation into site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+models: setup ## Measure how much of real models is preconditioned, and write the table in docs/models.md
+	$(BIN)/python -m tests.shares
 
 bench: setup ## Measure step times against peers, interleaved in one process
 	$(BIN)/python benchmarks/step_time.py

@@ -16,11 +16,16 @@ PAGES = [page for page in MARKDOWN if "```python" in page.read_text("utf-8")]
 
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_code_blocks_run(page, tmp_path, monkeypatch):
+def test_code_blocks_run_and_print_what_is_shown(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "page"}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL):
+    blocks = re.findall(
+        r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", page.read_text("utf-8"), flags=re.DOTALL
+    )
+    for block, shown in blocks:
         exec(compile(block, str(page), "exec"), namespace)
+        printed = capsys.readouterr().out
+        assert not shown or printed == shown
 
 
 def test_the_table_of_structures_counts_right():
@@ -46,7 +51,7 @@ def test_the_documented_defaults_are_the_real_ones():
     of_update, of_additions = page.split("## What is added")
     shown = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]+) \|", of_update, re.MULTILINE))
     added = re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \| `?([^|`]+)`? \|", of_additions, re.MULTILINE)
-    assert set(shown) | {name for name, *_ in added} == set(defaults) - {"model", "params", "adamw", "fisher"}
+    assert set(shown) | {name for name, *_ in added} == set(defaults) - {"model", "params", "adamw"}
     shown |= {name: default for name, default, _ in added}
     for name, default in shown.items():
         if name not in ("structure", "factor_dtype"):  # told in words

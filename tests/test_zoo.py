@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from ingot import IKFAC, SINGD
+from tests.shares import PAGE, share_of
 from tests.zoo import BUILDERS, Case, build
 
 
@@ -41,8 +42,12 @@ def _train(case: Case, optimizer: Optimizer, steps: int) -> list[float]:
 @pytest.mark.parametrize("name", BUILDERS)
 def test_singd_trains(name):
     case = build(name)
-    losses = _train(case, SINGD(case.model, lr=3e-3), 20)
+    optimizer = SINGD(case.model, lr=3e-3)
+    losses = _train(case, optimizer, 20)
     assert fmean(losses[-3:]) < 0.95 * losses[0]
+    share = share_of(case.model, optimizer)
+    assert share.of_linear_weights > 0.95
+    assert f"| `{name}` | {share} |" in PAGE.read_text("utf-8")  # else run `make models`
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -95,7 +95,11 @@ class _Probe(torch.autograd.Function):
 
 
 # In compiled code the probe is a pair of operators that the compiler does not look into. The second returns
-# its argument, as a copy, so that it cannot be dropped as useless.
+# its argument, as a copy, so that it cannot be dropped as useless. A CUDA graph would replay its kernels
+# without its Python code, so it is marked for newer versions of torch, which then cut the graph there.
+
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+_NOT_IN_CUDA_GRAPHS: dict[str, Any] = {} if _UNSAFE is None else {"tags": (_UNSAFE,)}
 
 
 @torch.library.custom_op("ingot::probe", mutates_args=())
@@ -103,7 +107,7 @@ def _probe(output: Tensor, x: Tensor, key: int, start: int) -> Tensor:
     return output.clone()
 
 
-@torch.library.custom_op("ingot::receive", mutates_args=())
+@torch.library.custom_op("ingot::receive", mutates_args=(), **_NOT_IN_CUDA_GRAPHS)
 def _receive(g: Tensor, x: Tensor, key: int, start: int) -> Tensor:
     tap = _TAPS.get(key)
     if tap is not None:

@@ -77,7 +77,8 @@ def describe(optimizer: NaturalGradient, model: nn.Module, layers: dict[nn.Param
             pass
         elif layer is not None:
             trained_by = type(optimizer).__name__
-            k, c = map(str, layer.structures)
+            several = "".join(f"{n} x " for n in layer.shape[0])
+            k, c = (several + str(structure) for structure in layer.structures)
             planned = sum(_bytes(t) for t in _planned_factors(optimizer, layer).values()) + _momentum_bytes(
                 p, group
             )
