@@ -221,6 +221,21 @@ def test_a_groups_own_settings_win_over_adamws():
     assert group_of[model.project.weight]["lr"] == 0.1
 
 
+def test_a_group_can_be_left_to_adamw():
+    model = Everything()
+    optimizer = SINGD(
+        model, [{"params": "head.*", "precondition": False}], lr=0.1, adamw={"lr": 0.01, "weight_decay": 0.0}
+    )
+    _train(model, optimizer, 1)
+    assert {"exp_avg", "exp_avg_sq"} <= set(optimizer.state[model.head.weight])
+    assert not model.head._forward_hooks
+    assert "K" in optimizer.state[model.project.weight]
+    group = next(g for g in optimizer.param_groups if g["params"][0] is model.head.weight)
+    assert (group["lr"], group["weight_decay"]) == (0.01, 0.0)
+    row = next(row for row in optimizer.describe().rows if row.name == "head.weight")
+    assert row.trained_by == "AdamW"
+
+
 def test_weight_and_bias_in_different_groups_keep_one_preconditioner():
     """With equal settings, splitting a layer's parameters over groups changes nothing."""
     models = [Everything() for _ in range(2)]

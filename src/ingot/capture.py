@@ -28,10 +28,12 @@ class Tap:
     be compiled again at other steps.
     """
 
-    def __init__(self, adapter: LayerAdapter, module: nn.Module, flipped: bool, sink: Sink) -> None:
+    def __init__(
+        self, adapter: LayerAdapter, module: nn.Module, flipped: bool, sink: weakref.WeakMethod[Sink]
+    ) -> None:
         self.adapter, self.module, self.flipped = adapter, module, flipped
         self.active = False
-        self._sink = weakref.WeakMethod(sink)
+        self._sink = sink
         self._key = next(_KEYS)
         _TAPS[self._key] = self
 

@@ -148,6 +148,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "normalize_step": (_flag, "True or False"),
     "max_relative_step": (_optional(_number(0)), "a number of at least 0, or None"),
     "decoupled_weight_decay": (_flag, "True or False"),
+    "precondition": (_flag, "True, or False for AdamW"),
     "betas": (
         lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(map(_number(0, 1, open_high=True), v)),
         "a pair of numbers from 0 to below 1",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -109,8 +109,14 @@ class Layer:
         return lead, d_o, d_i + (self.bias is not None)
 
 
-def find_layers(model: nn.Module, trained: set[Tensor]) -> dict[nn.Parameter, Layer]:
-    """The layers of known families whose weights are among those given, by weight."""
+def find_layers(
+    model: nn.Module, trained: Container[Tensor], joined: Container[nn.Parameter | None] = ()
+) -> dict[nn.Parameter, Layer]:
+    """The layers of known families whose weights are among those trained, by weight.
+
+    A bias belongs to its weight's matrix if both are to be trained or both are frozen, or if it is ``joined``
+    with it already. Otherwise it is a parameter of its own.
+    """
     _refuse_sparse(model, trained)
     claims: dict[nn.Parameter, list[Claim]] = {}
     for claim in _claims(model):
@@ -122,22 +128,17 @@ def find_layers(model: nn.Module, trained: set[Tensor]) -> dict[nn.Parameter, La
         # An embedding leaves no choice of structure, so that a tied output layer comes first.
         first = next((claim for claim in found if claim.adapter.input_structure is None), found[0])
         bias = first.adapter.bias(first.module)
-        # A bias that is trained without its weight, or by another layer, is a parameter of its own.
-        if (
-            bias is None
-            or bias not in trained
-            or bias in biases
-            or bias.requires_grad != weight.requires_grad
-        ):
-            bias = None
-        else:
+        if bias is not None:
+            alike = bias in joined or bias.requires_grad == weight.requires_grad
+            bias = bias if alike and bias in trained and bias not in biases else None
+        if bias is not None:
             biases.add(bias)
         same = [claim for claim in found if _same_matrix(claim, first)]
         layers[weight] = Layer(first.name, first.adapter, first.module, weight, bias, same)
     return layers
 
 
-def _refuse_sparse(model: nn.Module, trained: set[Tensor]) -> None:
+def _refuse_sparse(model: nn.Module, trained: Container[Tensor]) -> None:
     for name, module in _named_modules(model):
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight in trained:
             raise ValueError(f"the embedding {name!r} makes sparse gradients: build it with sparse=False")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeAlias
@@ -15,13 +14,14 @@ from torch.optim.adamw import adamw as functional_adamw
 
 from ingot import fisher as curvature_of_losses
 from ingot import rules
-from ingot.capture import Tap, install, remove
+from ingot.capture import Tap
 from ingot.description import Description, describe
 from ingot.groups import Group, Params, check_group, separate_adamw, structure_pair, trained_groups
-from ingot.model import Layer, Place, find_layers, is_compiled, places, unwrapped
+from ingot.model import Layer, find_layers, is_compiled, unwrapped
 from ingot.rules import TRACES, Factor, InverseFree, Inverting, Pair, Rule, Settings
 from ingot.statistics import Pending, Use, sums_of_use
 from ingot.structures import Factory, bind, resolve
+from ingot.watch import Watch
 
 StructureLike: TypeAlias = str | Factory
 
@@ -50,7 +50,8 @@ class NaturalGradient(Optimizer):
             optimizer: parameters, or groups of them with settings of their own (exactly these are trained).
             Groups may also name their parameters by patterns, such as ``{"params": "*.bias",
             "weight_decay": 0.0}``; the parameters that no pattern names keep the settings below. A layer's
-            factors follow the group of its weight, and weight and bias may be in different groups.
+            factors follow the group of its weight, and weight and bias may be in different groups. A group
+            with ``"precondition": False`` is left to AdamW.
         lr: Learning rate, on AdamW's scale unless ``normalize_step`` is off (β₂ in the paper).
         structure: Structure of the factors: text such as ``"diagonal"`` or ``"hierarchical(15,15)"``, a
             function of the dimension such as ``ingot.structures.Diagonal``, or a pair of these for K (on the
@@ -108,7 +109,8 @@ class NaturalGradient(Optimizer):
     ) -> None:
         # Every keyword but adamw is the default of a group's setting of the same name.
         defaults = {k: v for k, v in locals().items() if k not in _NOT_SETTINGS}
-        defaults |= {"structure": structure or self.default_structure, "betas": (0.9, 0.999), "eps": 1e-8}
+        defaults |= {"structure": structure or self.default_structure, "precondition": True}
+        defaults |= {"betas": (0.9, 0.999), "eps": 1e-8}
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"the first argument is the model itself, got {type(model).__name__}: write "
@@ -119,13 +121,19 @@ class NaturalGradient(Optimizer):
         self._fisher = fisher
         inner = unwrapped(model)
         groups = trained_groups(inner, params)
-        found = find_layers(inner, {p for group in groups for p in group["params"]})
+        found = find_layers(inner, _preconditionable(groups))
         preconditioned = {p for layer in found.values() for p in layer.parameters}
         self._group_index: dict[Tensor, int] = {}
-        self._model: nn.Module | None = None  # while groups are added one by one, layers are incomplete
+        self._watch: Watch | None = None  # while groups are added one by one, layers are incomplete
         super().__init__(separate_adamw(groups, preconditioned, dict(adamw or {})), defaults)
-        self._watch(inner, found)
+        self._begin(inner, found)
         self._compiled_before = is_compiled(model)
+
+    def _begin(self, model: nn.Module, layers: dict[nn.Parameter, Layer]) -> None:
+        self._paused = self._compiled_before = False
+        self._curvature_pass: object = None
+        self._watch = Watch(model, self, self._collect)
+        self._attach(layers)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as with any torch optimizer; layers of the model are preconditioned there, too."""
@@ -133,49 +141,30 @@ class NaturalGradient(Optimizer):
         super().add_param_group(param_group)
         members = self.param_groups[-1]["params"]
         self._group_index.update(dict.fromkeys(members, len(self.param_groups) - 1))
-        if self._model is None:
+        if self._watch is None:
             return
         try:
-            self._attach(find_layers(self._model, set(self._group_index)))
+            self._attach(self._watch.find(_preconditionable(self.param_groups)))
         except ValueError:  # a structure that does not fit: nothing was hooked, so forget the group as well
             self.param_groups.pop()
-            self._group_index = {p: i for p, i in self._group_index.items() if i < len(self.param_groups)}
+            self._index_groups()
             raise
 
-    # --- The model: layers with taps, and parameters that may be replaced --------------------------------
-
-    def _watch(self, model: nn.Module, layers: dict[nn.Parameter, Layer]) -> None:
-        """Begin to follow a model."""
-        self._model, self._compiled_before = model, False
-        self._layers: dict[nn.Parameter, Layer] = {}
-        self._installed: list[tuple[nn.Module, Tap]] = []
-        self._finalizer = weakref.finalize(self, _remove_all, self._installed)
-        self._paused = False
-        self._curvature_pass: object = None
-        self._attach(layers)
+    # --- The model, which may change ---------------------------------------------------------------------
 
     def _attach(self, layers: dict[nn.Parameter, Layer]) -> None:
-        """Put taps behind the layers that are new."""
-        new = {weight: layer for weight, layer in layers.items() if weight not in self._layers}
-        for layer in new.values():
+        """Begin to watch the layers that are new."""
+        assert self._watch is not None
+        new = [layer for weight, layer in layers.items() if weight not in self._watch.layers]
+        for layer in new:
             layer.structures = self._bind(layer)
-        self._layers |= new
-        for layer in new.values():
-            for claim in layer.claims:
-                flipped = claim.adapter.transposed != layer.adapter.transposed
-                tap = Tap(claim.adapter, claim.module, flipped, self._collect)
-                install(claim.owner, claim.family, claim.key, tap)
-                layer.taps.append(tap)
-                self._installed.append((claim.owner, tap))
-        assert self._model is not None
-        self._places: list[tuple[Place, Tensor]] = [
-            (place, p) for place in places(self._model) if (p := place.parameter) in self._group_index
-        ]
+        self._watch.attach(new, self._group_index)
         self._refresh()
 
     def detach(self) -> None:
         """Leave the model: its hooks are removed, and the factors stay as they are."""
-        self._finalizer()
+        if self._watch is not None:
+            self._watch.close()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -190,15 +179,17 @@ class NaturalGradient(Optimizer):
 
     def describe(self) -> Description:
         """A table of which parameter is trained how, by which structures, at what memory; print it."""
-        assert self._model is not None
-        return describe(self, self._model, self._layers)
+        assert self._watch is not None
+        return describe(self, self._watch.model, self._layers)
+
+    @property
+    def _layers(self) -> dict[nn.Parameter, Layer]:
+        return {} if self._watch is None else self._watch.layers
 
     def _refresh(self) -> None:
         """Open the taps of the layers whose factors the coming step updates."""
-        for layer in self._layers.values():
-            due = not self._paused and self._is_due(layer)
-            for tap in layer.taps:
-                tap.active = due
+        if self._watch is not None:
+            self._watch.open_taps(lambda layer: not self._paused and self._is_due(layer))
 
     def _is_due(self, layer: Layer) -> bool:
         group, steps = self._group(layer.weight), self.state.get(layer.weight, {}).get("steps", 0)
@@ -206,8 +197,8 @@ class NaturalGradient(Optimizer):
 
     def _follow_model(self) -> None:
         """Take over parameters that were replaced in the model or changed their dtype or device."""
-        if any(place.parameter is not p for place, p in self._places):
-            self._follow_replaced()
+        if self._watch is not None and self._watch.has_replaced:
+            self._replace_parameters(self._watch)
         for p, state in self.state.items():
             own = state.get("momentum_buffer", state.get("exp_avg"))
             if own is not None and (own.dtype != p.dtype or own.device != p.device):
@@ -220,42 +211,36 @@ class NaturalGradient(Optimizer):
                 follows = key not in (*self.rule.keys, *TRACES) or value.dtype == before
                 state[key] = value.to(p.device, p.dtype if follows else value.dtype)
 
-    def _follow_replaced(self) -> None:
+    def _replace_parameters(self, watch: Watch) -> None:
         """Train new parameters in the place of old ones, with their state where the shape is the same."""
-        remaining: set[Tensor] = {p for place, p in self._places if place.parameter is p}
-        for place, old in self._places:
-            new = place.parameter
-            if new is None or new is old or new in self._group_index:
+        for old, new, remains in watch.replaced():
+            if new in self._group_index:
                 continue
             members = self._group(old)["params"]
-            self._group_index[new] = self._group_index[old]
-            if old in remaining:  # it was tied, and is not any more
+            places = [] if remains else [i for i, p in enumerate(members) if p is old]
+            if places:
+                members[places[0]] = new
+                state = self.state.pop(old, {})
+                if state and new.shape == old.shape:
+                    self.state[new] = state
+            else:  # one of several that were tied, and are not any more
                 members.append(new)
-                continue
-            members[next(i for i, p in enumerate(members) if p is old)] = new
-            remaining.add(old)
-            state = self.state.pop(old, {})
-            if state and new.shape == old.shape:
-                self.state[new] = state
-        self._group_index = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        assert self._model is not None
-        found = find_layers(self._model, set(self._group_index))
-        for weight, layer in list(self._layers.items()):
+            self._group_index[new] = self._group_index[old]
+        self._index_groups()
+        found = watch.find(_preconditionable(self.param_groups))
+        for weight, layer in list(watch.layers.items()):
             now = found.get(weight)
             if now is None or now.uses != layer.uses or now.bias is not layer.bias:
-                for claim, tap in zip(layer.claims, layer.taps, strict=True):
-                    remove(claim.owner, tap)
-                del self._layers[weight]
+                watch.drop(layer)
         self._attach(found)
-        for weight, layer in self._layers.items():
-            state = self.state.get(weight, {})
-            sizes = [s.numel for s in layer.structures]
-            if any(
-                state[key].shape[-1] != n
-                for key, n in zip(self.rule.names, sizes, strict=True)
-                if key in state
-            ):
+        for weight, layer in watch.layers.items():
+            state, sizes = self.state.get(weight, {}), (s.numel for s in layer.structures)
+            expected = zip(self.rule.names, sizes, strict=True)
+            if any(key in state and state[key].shape[-1] != size for key, size in expected):
                 self.state[weight] = {k: v for k, v in state.items() if k == "momentum_buffer"}
+
+    def _index_groups(self) -> None:
+        self._group_index = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
 
     def _group(self, parameter: Tensor) -> Group:
         return self.param_groups[self._group_index[parameter]]
@@ -293,8 +278,8 @@ class NaturalGradient(Optimizer):
         if layer.bias is not None:  # which a tied module need not have
             constant = float(not tap.flipped and tap.adapter.bias(tap.module) is layer.bias)
         with torch.autocast(x.device.type, enabled=False):
-            x = x.to(k.entries.dtype) if x.is_floating_point() else x
-            g = g.to(c.entries.dtype)
+            x = x.to(k.entries) if x.is_floating_point() else x.to(k.entries.device)
+            g = g.to(c.entries)
             use = Use(tap.adapter, tap.module, x, g, start=start, flipped=tap.flipped, constant=constant)
             sums = sums_of_use(self.rule.statistic, (k, c), use, group["approx"])
         terms = use.batch * use.places if group["loss_average"] == "token" else use.batch
@@ -304,7 +289,7 @@ class NaturalGradient(Optimizer):
     @property
     def wants_curvature(self) -> bool:
         """Whether the coming step updates factors."""
-        return any(tap.active for layer in self._layers.values() for tap in layer.taps)
+        return self._watch is not None and self._watch.has_open_taps
 
     @contextmanager
     def curvature(self) -> Iterator[None]:
@@ -401,13 +386,15 @@ class NaturalGradient(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # With the model, to which copies of the parameters belong.
-        return super().__getstate__() | {"_model": self._model, "_fisher": self._fisher}
+        model = None if self._watch is None else self._watch.model
+        return super().__getstate__() | {"_model": model, "_fisher": self._fisher}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        model = state.pop("_model", None)
         super().__setstate__(state)
-        if "_model" in state:  # a copy or unpickled; torch also comes here when it loads a state_dict
-            self._group_index = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-            self._watch(state["_model"], find_layers(state["_model"], set(self._group_index)))
+        if model is not None:  # a copy or unpickled; torch also comes here when it loads a state_dict
+            self._index_groups()
+            self._begin(model, find_layers(model, _preconditionable(self.param_groups)))
 
     # --- Step: factors, then weights --------------------------------------------------------------------
 
@@ -540,10 +527,8 @@ class NaturalGradient(Optimizer):
 _NOT_SETTINGS = ("self", "model", "params", "adamw", "fisher", "__class__")
 
 
-def _remove_all(installed: list[tuple[nn.Module, Tap]]) -> None:
-    for module, tap in installed:
-        remove(module, tap)
-    installed.clear()
+def _preconditionable(groups: list[Group]) -> set[Tensor]:
+    return {p for group in groups if group.get("precondition", True) for p in group["params"]}
 
 
 def _is_plain(value: Any) -> bool:

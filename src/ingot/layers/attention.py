@@ -143,18 +143,19 @@ def _project(
     same_kv: bool,
 ) -> tuple[Tensor, ...]:
     """Queries, keys and values; inputs that are one tensor are projected in one product."""
-    size, bias = module.embed_dim, module.in_proj_bias
-    uses = [(query, 0, 3)] if all_same else [(query, 0, 1), (key, 1, 2)] if same_kv else []
-    uses = uses or [(query, 0, 1), (key, 1, 1), (value, 2, 1)]
-    if not module._qkv_same_embed_dim:
-        uses = [(query, 0, 1), (key, 1, 1), (value, 2, 1)]
+    size, bias, packed = module.embed_dim, module.in_proj_bias, module._qkv_same_embed_dim
+    uses = [(query, 0, 1), (key, 1, 1), (value, 2, 1)]  # input, first matrix, number of matrices
+    if packed and all_same:
+        uses = [(query, 0, 3)]
+    elif packed and same_kv:
+        uses = [(query, 0, 1), (key, 1, 2)]
     projected: list[Tensor] = []
     for x, start, count in uses:
         rows = slice(start * size, (start + count) * size)
-        if module._qkv_same_embed_dim:
+        if packed:
             name, weight, first = "in_proj", module.in_proj_weight[rows], start
         else:
-            name, first = ("q_proj", "k_proj", "v_proj")[start], 0
+            name, first = list(_SEPARATE)[start], 0
             weight = getattr(module, f"{name}_weight")
         y = linear(x, weight, None if bias is None else bias[rows])
         y = taps[name](y, x, first) if name in taps else y
