@@ -57,6 +57,35 @@ def test_ikfac_with_diagonal_factors_trains(name):
     assert losses[-1] < losses[0]
 
 
+def test_a_vocabulary_may_grow_in_the_middle_of_training():
+    """transformers gives the same parameter other data, of another shape."""
+    case = build("transformers/gpt2")
+    optimizer = SINGD(case.model, lr=3e-3)
+    losses = _train(case, optimizer, 5)
+    case.model.resize_token_embeddings(40, mean_resizing=False)
+    losses += _train(case, optimizer, 15)
+    assert fmean(losses[-3:]) < 0.95 * losses[0]
+    weight = case.model.get_input_embeddings().weight
+    assert weight is case.model.lm_head.weight
+    assert (len(weight), optimizer.state[weight]["updates"]) == (40, 15)
+    assert set(optimizer.state) == set(case.model.parameters())
+
+
+def test_adapters_may_be_injected_in_the_middle_of_training():
+    """They are new parameters, to be added as to any optimizer; the rest is frozen and stays."""
+    case = build("transformers/llama")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    optimizer = SINGD(case.model, lr=3e-3)
+    losses = _train(case, optimizer, 5)
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), case.model)
+    new = [p for name, p in case.model.named_parameters() if "lora" in name]
+    optimizer.add_param_group({"params": new})
+    losses += _train(case, optimizer, 5)
+    assert losses[-1] < losses[0]
+    assert all({"K", "C"} <= set(optimizer.state[p]) for p in new)
+
+
 def test_a_case_is_the_same_each_time_but_for_the_seed():
     first, second, other = build("torch/unet"), build("torch/unet"), build("torch/unet", seed=1)
     assert first.loss(first.model) == second.loss(second.model)

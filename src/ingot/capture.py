@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from ingot.layers import Family, LayerAdapter
 
@@ -37,9 +36,14 @@ class Tap:
         self._key = next(_KEYS)
         _TAPS[self._key] = self
 
-    def __call__(self, output: Tensor, x: Tensor, start: int = 0) -> Tensor:
+    @property
+    def is_open(self) -> bool:
+        """Whether statistics are wanted, and can be had: those of a frozen weight never meet its gradient."""
         weight = self.adapter.weight(self.module)
-        if not (self.active and output.requires_grad and weight is not None and weight.requires_grad):
+        return self.active and weight is not None and weight.requires_grad
+
+    def __call__(self, output: Tensor, x: Tensor, start: int = 0) -> Tensor:
+        if not (self.is_open and output.requires_grad):
             return output
         if torch.compiler.is_compiling():
             return _probe(output, x.detach(), self._key, start)
@@ -73,6 +77,27 @@ def _is_wanted(weight: Tensor) -> bool:
 # --- The probe: an identity whose backward meets the gradient of the output beside the input -------------
 
 
+class _OuterPass:
+    """The backward pass that a forward pass happens in: it recomputes a checkpointed segment.
+
+    The backward of a segment is a pass of its own for the engine, but part of the same one for us. Segments
+    in segments are told by there having been no ordinary forward pass in between.
+    """
+
+    def __init__(self) -> None:
+        self._first = -1
+
+    def here(self) -> int:
+        """A number for that pass; -1 in an ordinary forward pass."""
+        current = torch._C._current_graph_task_id()
+        if current < 0 or self._first < 0:
+            self._first = current
+        return self._first
+
+
+_outer_pass = _OuterPass()
+
+
 class _Probe(torch.autograd.Function):
     """The probe in eager mode.
 
@@ -83,10 +108,7 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, x: Tensor, tap: Tap, start: int) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.tap, ctx.start = tap, start
-        # A forward pass within a backward pass recomputes a checkpointed segment, whose backward is a pass of
-        # its own for the engine but part of the same one for us.
-        ctx.outer_pass = torch._C._current_graph_task_id()
+        ctx.tap, ctx.start, ctx.outer_pass = tap, start, _outer_pass.here()
         return output.clone()
 
     @staticmethod
@@ -148,17 +170,49 @@ class CaptureHook:
     def __init__(self, family: Family | None = None) -> None:
         self.family = family
         self.taps: dict[str, list[Tap]] = {}
-        self.handle: RemovableHandle | None = None
+        self._random_state: Tensor | None = None
 
     def __reduce__(self) -> tuple[type[CaptureHook], tuple[()]]:
         return CaptureHook, ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self.family is None or not torch.is_grad_enabled():
+        if self.family is None or not self._is_open():
             return None
-        if not any(tap.active for taps in self.taps.values() for tap in taps):
-            return None
+        if self._random_state is not None:
+            _set_random_state(module, self._random_state)
+            self._random_state = None
         return self.family.capture(module, args, kwargs, output, _chained(self.taps))
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Remember the random numbers that the forward pass is going to draw, if they are drawn twice.
+
+        They must be the same: the pass may be one of a checkpointed segment that recomputes another.
+        Compiled code drops the first of both passes, since nothing uses it, and its random numbers with it.
+        """
+        if self.family is None or torch.compiler.is_compiling() or not self._is_open():
+            return
+        if self.family.draws_random_numbers(module):
+            self._random_state = _random_state(module)
+
+    def _is_open(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        return any(tap.is_open for taps in self.taps.values() for tap in taps)
+
+
+def _random_state(module: nn.Module) -> Tensor:
+    device = next(module.parameters()).device
+    if device.type == "cpu":
+        return torch.random.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_random_state(module: nn.Module, state: Tensor) -> None:
+    device = next(module.parameters()).device
+    if device.type == "cpu":
+        torch.random.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _chained(taps: Mapping[str, list[Tap]]) -> dict[str, Callable[..., Tensor]]:
@@ -179,18 +233,30 @@ class _Chain:
 
 def install(module: nn.Module, family: Family, name: str, tap: Tap) -> None:
     """Put a tap behind the uses of the layer ``name`` in a module's forward."""
-    hook = next((h for h in module._forward_hooks.values() if isinstance(h, CaptureHook)), None)
+    hook = next(iter(_hooks(module).values()), None)
     if hook is None:
         hook = CaptureHook()
-        hook.handle = module.register_forward_hook(hook, with_kwargs=True)
+        module.register_forward_hook(hook, with_kwargs=True)
+        if type(family).draws_random_numbers is not Family.draws_random_numbers:
+            module.register_forward_pre_hook(hook.before)
     hook.family = family
     hook.taps.setdefault(name, []).append(tap)
 
 
 def remove(module: nn.Module, tap: Tap) -> None:
     """Take a tap away, and the hook with the last one."""
-    for hook in [h for h in module._forward_hooks.values() if isinstance(h, CaptureHook)]:
+    for key, hook in _hooks(module).items():
         kept = {name: [t for t in taps if t is not tap] for name, taps in hook.taps.items()}
         hook.taps = {name: taps for name, taps in kept.items() if taps}
-        if not hook.taps and hook.handle is not None:
-            hook.handle.remove()
+        if hook.taps:
+            continue
+        # By hand, since there is no handle of a hook that came with a copy of its module.
+        for table in (module._forward_hooks, module._forward_hooks_with_kwargs):
+            table.pop(key, None)
+        for key, before in list(module._forward_pre_hooks.items()):
+            if getattr(before, "__self__", None) is hook:
+                del module._forward_pre_hooks[key]
+
+
+def _hooks(module: nn.Module) -> dict[int, CaptureHook]:
+    return {key: hook for key, hook in module._forward_hooks.items() if isinstance(hook, CaptureHook)}

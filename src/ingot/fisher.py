@@ -61,7 +61,8 @@ def directions(
 ) -> Iterator[Tensor]:
     """Vectors in the shape of the output whose outer products sum up to the Hessian of the loss there.
 
-    Between different outputs of a batch there is no curvature, so a vector holds a part for each of them.
+    A loss is a mean or sum over outputs, the positions along all dimensions but ``dim``, and has no curvature
+    between these. So each vector holds a part for each of the outputs, for its own term of the loss.
     ``samples`` random vectors have that sum as their expectation; with None the vectors are one for each
     entry of an output, and the sum is exact.
     """
@@ -73,12 +74,11 @@ def directions(
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
     sample, column = _LOSSES[loss]
     output = output.movedim(dim, -1)
-    size, terms = output.shape[-1], output.numel()
-    if loss == "cross_entropy":  # whose mean is over outputs; that of the others is over their entries, too
-        terms //= size
-    scale = terms**-0.5 if reduction == "mean" else 1.0
+    size = output.shape[-1]
+    # The mean of cross entropy is over outputs, that of the other losses over their entries as well.
+    scale = size**-0.5 if reduction == "mean" and loss != "cross_entropy" else 1.0
+    scale /= (samples or 1) ** 0.5
     vectors = (
         (sample(output) for _ in range(samples)) if samples else (column(output, i) for i in range(size))
     )
-    for vector in vectors:
-        yield (scale / (samples or 1) ** 0.5 * vector).movedim(-1, dim)
+    return ((scale * vector).movedim(-1, dim) for vector in vectors)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -30,33 +30,30 @@ def is_compiled(model: nn.Module) -> bool:
     return any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
 
 
-class Place(NamedTuple):
-    """Where a module keeps a parameter."""
-
-    name: str
-    module: nn.Module
-    key: str
-
-    @property
-    def parameter(self) -> nn.Parameter | None:
-        return self.module._parameters.get(self.key)
-
-
-def places(model: nn.Module) -> Iterator[Place]:
-    """The places of all parameters, tied ones as often as they occur."""
+def names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by all their names, of which tied ones have several."""
+    found: dict[str, nn.Parameter] = {}
     for name, module in _named_modules(model):
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                yield Place(f"{name}.{key}" if name else key, module, key)
+        own = ((key, p) for key, p in module._parameters.items() if p is not None)
+        found |= {f"{name}.{key}" if name else key: p for key, p in own}
+    return found
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter by its name; tied ones by their first."""
-    found: dict[nn.Parameter, str] = {}
-    for place in places(model):
-        if place.parameter is not None:
-            found.setdefault(place.parameter, place.name)
-    return {name: parameter for parameter, name in found.items()}
+    """Every parameter once, by its first name."""
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in names(model).items():
+        first.setdefault(parameter, name)
+    return {name: parameter for parameter, name in first.items()}
+
+
+Link: TypeAlias = tuple[Mapping[str, Any], str, Any]
+
+
+def links(model: nn.Module) -> list[Link]:
+    """What each module holds under which key: by these it is seen whether anything was replaced."""
+    tables = (table for module in model.modules() for table in (module._modules, module._parameters))
+    return [(table, key, value) for table in tables for key, value in table.items()]
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -109,14 +106,19 @@ class Layer:
         return lead, d_o, d_i + (self.bias is not None)
 
 
+Biases: TypeAlias = Mapping[Tensor, Tensor | None]
+"""For weights of layers: the bias that belongs to their matrix, or None."""
+
+
 def find_layers(
-    model: nn.Module, trained: Container[Tensor], joined: Container[nn.Parameter | None] = ()
+    model: nn.Module, trained: Container[Tensor], decided: Biases | None = None
 ) -> dict[nn.Parameter, Layer]:
     """The layers of known families whose weights are among those trained, by weight.
 
-    A bias belongs to its weight's matrix if both are to be trained or both are frozen, or if it is ``joined``
-    with it already. Otherwise it is a parameter of its own.
+    A bias belongs to its weight's matrix if both are to be trained or both are frozen; otherwise it is a
+    parameter of its own. That is decided once, since factors fit one of the two only.
     """
+    decided = decided or {}
     _refuse_sparse(model, trained)
     claims: dict[nn.Parameter, list[Claim]] = {}
     for claim in _claims(model):
@@ -129,8 +131,9 @@ def find_layers(
         first = next((claim for claim in found if claim.adapter.input_structure is None), found[0])
         bias = first.adapter.bias(first.module)
         if bias is not None:
-            alike = bias in joined or bias.requires_grad == weight.requires_grad
-            bias = bias if alike and bias in trained and bias not in biases else None
+            alike = bias.requires_grad == weight.requires_grad
+            joined = decided[weight] is bias if weight in decided else alike
+            bias = bias if joined and bias in trained and bias not in biases else None
         if bias is not None:
             biases.add(bias)
         same = [claim for claim in found if _same_matrix(claim, first)]
@@ -155,4 +158,6 @@ def _claims(model: nn.Module) -> Iterator[Claim]:
 
 def _same_matrix(claim: Claim, first: Claim) -> bool:
     """Whether two adapters see a weight as the same matrix or as each other's transpose."""
-    return type(claim.adapter).weight_matrix is type(first.adapter).weight_matrix
+    if type(claim.adapter).weight_matrix is not type(first.adapter).weight_matrix:
+        return False
+    return claim.adapter.shape(claim.module)[0] == first.adapter.shape(first.module)[0]

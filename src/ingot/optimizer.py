@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from ingot.capture import Tap
 from ingot.description import Description, describe
 from ingot.groups import Group, Params, check_group, separate_adamw, structure_pair, trained_groups
 from ingot.model import Layer, find_layers, is_compiled, unwrapped
-from ingot.rules import TRACES, Factor, InverseFree, Inverting, Pair, Rule, Settings
+from ingot.rules import TRACES, Factor, InverseFree, Inverting, Pair, Rule, Settings, Statistics
 from ingot.statistics import Pending, Use, sums_of_use
 from ingot.structures import Factory, bind, resolve
 from ingot.watch import Watch
@@ -130,21 +130,25 @@ class NaturalGradient(Optimizer):
         self._compiled_before = is_compiled(model)
 
     def _begin(self, model: nn.Module, layers: dict[nn.Parameter, Layer]) -> None:
-        self._paused = self._compiled_before = False
-        self._curvature_pass: object = None
+        self._paused = self._compiled_before = self._has_followed = False
+        self._curvature_pass: _CurvaturePass | None = None
+        self._kinds: dict[Tensor, _Kind] = {}
         self._watch = Watch(model, self, self._collect)
         self._attach(layers)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as with any torch optimizer; layers of the model are preconditioned there, too."""
         check_group(self.defaults | param_group)
+        if self._watch is not None:
+            self._follow_model()
         super().add_param_group(param_group)
         members = self.param_groups[-1]["params"]
         self._group_index.update(dict.fromkeys(members, len(self.param_groups) - 1))
         if self._watch is None:
             return
         try:
-            self._attach(self._watch.find(_preconditionable(self.param_groups)))
+            trained = _preconditionable(self.param_groups)
+            self._attach(find_layers(self._watch.model, trained, self._watch.biases))
         except ValueError:  # a structure that does not fit: nothing was hooked, so forget the group as well
             self.param_groups.pop()
             self._index_groups()
@@ -159,6 +163,8 @@ class NaturalGradient(Optimizer):
         for layer in new:
             layer.structures = self._bind(layer)
         self._watch.attach(new, self._group_index)
+        for p in self._group_index:
+            self._kinds.setdefault(p, _kind(p))
         self._refresh()
 
     def detach(self) -> None:
@@ -197,37 +203,54 @@ class NaturalGradient(Optimizer):
 
     def _follow_model(self) -> None:
         """Take over parameters that were replaced in the model or changed their dtype or device."""
-        if self._watch is not None and self._watch.has_replaced:
+        if self._watch is not None and self._watch.has_changed:
             self._replace_parameters(self._watch)
-        for p, state in self.state.items():
-            own = state.get("momentum_buffer", state.get("exp_avg"))
-            if own is not None and (own.dtype != p.dtype or own.device != p.device):
-                self._convert(p, state, own.dtype)
+        for p in self._group_index:
+            kind = _kind(p)
+            if self._kinds[p] != kind:
+                self._convert(p, resized=self._kinds[p][0] != p.shape)
+                self._kinds[p] = kind
+        self._has_followed = True
 
-    def _convert(self, p: Tensor, state: dict[str, Any], before: torch.dtype) -> None:
+    def _convert(self, p: Tensor, resized: bool) -> None:
+        """Let the state of a parameter follow it; that of one with another shape is of no use."""
+        if resized:
+            self.state.pop(p, None)
+            for layer in self._layers.values():
+                if layer.weight is p:
+                    layer.structures, layer.pending = self._bind(layer), None
+            return
+        state = self.state.get(p, {})
+        factor_dtype = self._group(p)["factor_dtype"] or p.dtype
+        dtypes = dict.fromkeys(self.rule.keys, factor_dtype)
+        dtypes |= dict.fromkeys(TRACES, rules.computing(factor_dtype))
         for key, value in state.items():
             if isinstance(value, Tensor) and key != "step":
-                # Factors have a dtype of their own, unless it was the parameter's.
-                follows = key not in (*self.rule.keys, *TRACES) or value.dtype == before
-                state[key] = value.to(p.device, p.dtype if follows else value.dtype)
+                state[key] = value.to(p.device, dtypes.get(key, p.dtype))
 
     def _replace_parameters(self, watch: Watch) -> None:
         """Train new parameters in the place of old ones, with their state where the shape is the same."""
-        for old, new, remains in watch.replaced():
+        replaced, gone = watch.changes()
+        now_is = {old: new for old, new in replaced if old in gone}
+        biases = {now_is.get(w, w): None if b is None else now_is.get(b, b) for w, b in watch.biases.items()}
+        for old, new in replaced:
             if new in self._group_index:
                 continue
             members = self._group(old)["params"]
-            places = [] if remains else [i for i, p in enumerate(members) if p is old]
-            if places:
-                members[places[0]] = new
-                state = self.state.pop(old, {})
-                if state and new.shape == old.shape:
-                    self.state[new] = state
-            else:  # one of several that were tied, and are not any more
-                members.append(new)
             self._group_index[new] = self._group_index[old]
+            members.insert(next(i for i, p in enumerate(members) if p is old), new)
+            if old in gone and old in self.state:
+                state = self.state.pop(old)
+                if new.shape == old.shape:
+                    self.state[new] = state
+                    self._kinds[new] = self._kinds[old]
+        for group in self.param_groups:
+            group["params"] = [p for p in group["params"] if p not in gone]
+        for old in gone:
+            self.state.pop(old, None)
+            self._kinds.pop(old, None)
         self._index_groups()
-        found = watch.find(_preconditionable(self.param_groups))
+        found = find_layers(watch.model, _preconditionable(self.param_groups), biases)
         for weight, layer in list(watch.layers.items()):
             now = found.get(weight)
             if now is None or now.uses != layer.uses or now.bias is not layer.bias:
@@ -266,8 +289,10 @@ class NaturalGradient(Optimizer):
         """Add the statistics of one use of a layer in one backward pass."""
         if self._paused or (self._fisher == "separate" and self._curvature_pass is None):
             return
+        if not g.numel():  # an empty batch, such as that of an expert without tokens
+            return
         weight = tap.adapter.weight(tap.module)
-        if weight not in self._layers:
+        if not self._has_followed or weight not in self._layers:
             self._follow_model()
         if weight is None or weight not in self._layers:
             return
@@ -284,25 +309,32 @@ class NaturalGradient(Optimizer):
             sums = sums_of_use(self.rule.statistic, (k, c), use, group["approx"])
         terms = use.batch * use.places if group["loss_average"] == "token" else use.batch
         layer.pending = layer.pending or Pending()
-        layer.pending.add(sums, tap.flipped, terms, self._curvature_pass or backward_pass)
+        if self._curvature_pass is None:
+            layer.pending.add(sums, tap.flipped, terms, backward_pass)
+        else:
+            given = self._curvature_pass
+            layer.pending.add(sums, tap.flipped, given.terms or terms, given, given.power)
 
     @property
     def wants_curvature(self) -> bool:
         """Whether the coming step updates factors."""
         return self._watch is not None and self._watch.has_open_taps
 
-    @contextmanager
-    def curvature(self) -> Iterator[None]:
+    def curvature(self) -> AbstractContextManager[None]:
         """With ``fisher="separate"``: the backward passes within are those that statistics are taken from.
 
-        Together they count as the backward pass of one batch. Use ``torch.autograd.grad``, which leaves the
-        parameters' gradients alone.
+        Together they count as one backward pass of the loss, in whose place they are, with the same means.
+        Use ``torch.autograd.grad``, which leaves the parameters' gradients alone.
         """
+        return self._curvature(_CurvaturePass())
+
+    @contextmanager
+    def _curvature(self, this_pass: _CurvaturePass) -> Iterator[None]:
         if self._fisher != "separate":
             raise RuntimeError(
                 "statistics come from every backward pass already: make the optimizer with fisher='separate'"
             )
-        self._curvature_pass = object()
+        self._curvature_pass = this_pass
         try:
             yield
         finally:
@@ -325,14 +357,14 @@ class NaturalGradient(Optimizer):
             reduction: Whether the loss is a ``"mean"`` or a ``"sum"``.
             dim: The dimension of classes or of the values of one prediction.
         """
-        with self.curvature():
-            if not self.wants_curvature:
-                return
+        outputs = output.numel() // output.shape[dim]
+        with self._curvature(_CurvaturePass(outputs, -1 if reduction == "mean" else 0)):
+            vectors = curvature_of_losses.directions(output.detach(), loss, samples, reduction, dim)
             weights = [layer.weight for layer in self._layers.values() if layer.weight.requires_grad]
-            terms = {"batch": len(output), "token": output.numel() // output.shape[dim], None: 1}
-            scale = terms[self.defaults["loss_average"]] ** -0.5
-            for direction in curvature_of_losses.directions(output.detach(), loss, samples, reduction, dim):
-                torch.autograd.grad(output, weights, scale * direction, retain_graph=True, allow_unused=True)
+            if not weights or not self.wants_curvature:
+                return
+            for vector in vectors:
+                torch.autograd.grad(output, weights, vector, retain_graph=True, allow_unused=True)
 
     def _factors(self, layer: Layer, start: bool = False) -> dict[str, Tensor]:
         """A layer's factors in the precision that products are taken in; begun if there are none yet."""
@@ -349,9 +381,11 @@ class NaturalGradient(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and the statistics that came with them."""
+        self._follow_model()
         super().zero_grad(set_to_none)
         for layer in self._layers.values():
             layer.pending = None
+        self._has_followed = False
         self._refresh()
 
     # --- Checkpoints ------------------------------------------------------------------------------------
@@ -386,15 +420,16 @@ class NaturalGradient(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # With the model, to which copies of the parameters belong.
-        model = None if self._watch is None else self._watch.model
-        return super().__getstate__() | {"_model": model, "_fisher": self._fisher}
+        followed = None if self._watch is None else (self._watch.model, self._watch.biases)
+        return super().__getstate__() | {"_followed": followed, "_fisher": self._fisher}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        model = state.pop("_model", None)
+        followed = state.pop("_followed", None)
         super().__setstate__(state)
-        if model is not None:  # a copy or unpickled; torch also comes here when it loads a state_dict
+        if followed is not None:  # a copy or unpickled; torch also comes here when it loads a state_dict
             self._index_groups()
-            self._begin(model, find_layers(model, _preconditionable(self.param_groups)))
+            model, biases = followed
+            self._begin(model, find_layers(model, _preconditionable(self.param_groups), biases))
 
     # --- Step: factors, then weights --------------------------------------------------------------------
 
@@ -406,6 +441,7 @@ class NaturalGradient(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow_model()
+        self._has_followed = False
         self._check_captured()
         done: set[Tensor] = set()
         for layer in self._layers.values():
@@ -445,11 +481,10 @@ class NaturalGradient(Optimizer):
             return
         group, state = self._group(layer.weight), self.state[layer.weight]
         _, d_o, d_i = layer.shape
-        seen = layer.pending.scaled(d_i, d_o, loss_is_mean=group["loss_average"] is not None)
-        dtype = state[self.rule.names[0]].dtype
-        new = self.rule.update(
-            layer.structures, self._factors(layer), seen, self._settings(layer), state["updates"]
-        )
+        seen = layer.pending.scaled(d_i, d_o, group["loss_average"] is not None)
+        dtype, factors = state[self.rule.names[0]].dtype, self._factors(layer)
+        seen = Statistics(*(value.to(factors[self.rule.names[0]].dtype) for value in seen))
+        new = self.rule.update(layer.structures, factors, seen, self._settings(layer), state["updates"])
         state |= {key: value.to(dtype) if key in self.rule.keys else value for key, value in new.items()}
         state["updates"] += 1
 
@@ -472,6 +507,9 @@ class NaturalGradient(Optimizer):
         matrix = layer.adapter.matrix(module, gradient, bias_gradient).to(factors[self.rule.names[0]].dtype)
         natural = self.rule.precondition(layer.structures, factors, matrix)
         updates = layer.adapter.parts(module, natural, layer.weight, layer.bias)
+        for p in layer.parameters:  # which AdamW may have trained for a while
+            for key in _ADAMW_KEYS & self.state[p].keys():
+                del self.state[p][key]
         moved = [(p, u) for p, u in zip(layer.parameters, updates, strict=True) if p.grad is not None]
         momenta = [self._momentum(p, update) for p, update in moved]
         sizes = None
@@ -522,6 +560,22 @@ class NaturalGradient(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+_ADAMW_KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
+
+_Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def _kind(p: Tensor) -> _Kind:
+    return p.shape, p.dtype, p.device
+
+
+class _CurvaturePass:
+    """Backward passes that statistics come from instead of the loss's, as one."""
+
+    def __init__(self, terms: int | None = None, power: int | None = None) -> None:
+        self.terms, self.power = terms, power  # of which losses, and how G scales with them, if known
 
 
 _NOT_SETTINGS = ("self", "model", "params", "adamw", "fisher", "__class__")

@@ -72,11 +72,19 @@ class Pending:
     def __init__(self) -> None:
         self._sums: dict[bool, Sums] = {}
         self._terms = 0
+        self._power: int | None = None
         self._pass: object = None
         self._terms_of_pass = 0
 
-    def add(self, sums: Sums, flipped: bool, terms: int, backward_pass: object) -> None:
-        """Add a use; ``flipped`` where its inputs stand on the layer's C side."""
+    def add(
+        self, sums: Sums, flipped: bool, terms: int, backward_pass: object, power: int | None = None
+    ) -> None:
+        """Add a use; ``flipped`` where its inputs stand on the layer's C side.
+
+        With what power of the number of terms G scales follows from the loss, unless it is given: -1 where
+        the gradients are those of single terms, of which G is the mean.
+        """
+        self._power = power
         self._sums[flipped] = sums.plus(self._sums.get(flipped))
         if backward_pass != self._pass:
             self._pass, self._terms_of_pass = backward_pass, 0
@@ -86,7 +94,8 @@ class Pending:
 
     def scaled(self, d_i: int, d_o: int, loss_is_mean: bool) -> Statistics:
         """U as a mean, G in the scale of the whole loss, of all uses together."""
-        of_g = float(self._terms) if loss_is_mean else 1.0
+        power = int(loss_is_mean) if self._power is None else self._power
+        of_g = float(self._terms) ** power
         straight, flipped = (self._sums.get(side) for side in (False, True))
         found = []
         if straight is not None:

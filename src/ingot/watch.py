@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable
 from torch import Tensor, nn
 
 from ingot.capture import Sink, Tap, install, remove
-from ingot.model import Layer, Place, find_layers, places
+from ingot.model import Layer, Link, links, names
 
 
 class Watch:
@@ -19,14 +19,15 @@ class Watch:
         self.layers: dict[nn.Parameter, Layer] = {}
         self._sink = weakref.WeakMethod(sink)  # hooks must not keep the optimizer alive
         self._installed: dict[Tap, nn.Module] = {}
-        self._places: list[tuple[Place, Tensor]] = []
+        self._names: dict[str, Tensor] = {}
+        self._links: list[Link] = []
         self.close = weakref.finalize(optimizer, _remove_all, self._installed)
         self.close.atexit = False
 
-    def find(self, trained: Container[Tensor]) -> dict[nn.Parameter, Layer]:
-        """The model's layers as they are now."""
-        joined = {layer.bias for layer in self.layers.values()}
-        return find_layers(self.model, trained, joined)
+    @property
+    def biases(self) -> dict[Tensor, Tensor | None]:
+        """Which bias belongs to which weight."""
+        return {weight: layer.bias for weight, layer in self.layers.items()}
 
     def attach(self, layers: Iterable[Layer], trained: Container[Tensor]) -> None:
         """Put taps behind layers, and remember where all trained parameters are."""
@@ -38,8 +39,8 @@ class Watch:
                 install(claim.owner, claim.family, claim.key, tap)
                 layer.taps.append(tap)
                 self._installed[tap] = claim.owner
-        everywhere = ((place, place.parameter) for place in places(self.model))
-        self._places = [(place, p) for place, p in everywhere if p is not None and p in trained]
+        self._names = {name: p for name, p in names(self.model).items() if p in trained}
+        self._links = links(self.model)
 
     def drop(self, layer: Layer) -> None:
         """Take the taps of a layer away."""
@@ -59,15 +60,16 @@ class Watch:
         return any(tap.active for layer in self.layers.values() for tap in layer.taps)
 
     @property
-    def has_replaced(self) -> bool:
-        """Whether any parameter is not where it was."""
-        return any(place.parameter is not p for place, p in self._places)
+    def has_changed(self) -> bool:
+        """Whether any module or parameter of the model is not what it was."""
+        return any(table.get(key) is not value for table, key, value in self._links)
 
-    def replaced(self) -> list[tuple[Tensor, nn.Parameter, bool]]:
-        """Old and new parameters, and whether the old one is still used elsewhere."""
-        remaining = {p for place, p in self._places if place.parameter is p}
-        pairs = {(old, new): None for place, old in self._places if (new := place.parameter) is not old}
-        return [(old, new, old in remaining) for old, new in pairs if new is not None]
+    def changes(self) -> tuple[list[tuple[Tensor, nn.Parameter]], set[Tensor]]:
+        """Old parameters with those that have their names now, and the old ones that are gone."""
+        now = names(self.model)
+        pairs = [(old, now[name]) for name, old in self._names.items() if name in now]
+        replaced = dict.fromkeys((old, new) for old, new in pairs if new is not old)
+        return list(replaced), set(self._names.values()) - set(now.values())
 
 
 def _remove_all(installed: dict[Tap, nn.Module]) -> None:

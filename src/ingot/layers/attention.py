@@ -69,6 +69,9 @@ class AttentionFamily(Family):
             return {"in_proj": (_PACKED, module)} | found
         return {name: (adapter, module) for name, adapter in _SEPARATE.items()} | found
 
+    def draws_random_numbers(self, module: nn.MultiheadAttention) -> bool:
+        return module.training and module.dropout > 0
+
     def capture(
         self,
         module: nn.MultiheadAttention,
@@ -90,14 +93,16 @@ def _attend(
     need_weights: bool = True,
     attn_mask: Tensor | None = None,
     average_attn_weights: bool = True,
-    is_causal: bool = False,  # torch wants the mask beside it, and the mask alone says the same
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The module's forward, with every projection led through its tap."""
     unbatched, heads = query.ndim == 2, module.num_heads
     same_qk, same_kv = query is key, key is value
     query, key, value = (_batch_first(module, x) for x in (query, key, value))
     q, k, v = _project(module, taps, query, key, value, same_qk and same_kv, same_kv)
-    mask = _additive_mask(q, k, heads, attn_mask, key_padding_mask)
+    # A hint that the mask is causal, which counts only where nothing else is needed of the mask.
+    causal = is_causal and key_padding_mask is None and not need_weights
+    mask = None if causal else _additive_mask(q, k, heads, attn_mask, key_padding_mask)
     if module.bias_k is not None and module.bias_v is not None:
         k, v = (
             torch.cat((x, b.expand(len(x), -1, -1)), 1) for x, b in ((k, module.bias_k), (v, module.bias_v))
@@ -117,14 +122,16 @@ def _attend(
         weights = weights.mean(1) if average_attn_weights else weights
         weights = weights.squeeze(0) if unbatched else weights
     else:
-        attended = scaled_dot_product_attention(q, k, v, mask, rate)
+        attended = scaled_dot_product_attention(q, k, v, mask, rate, is_causal=causal)
     attended = attended.transpose(1, 2).flatten(-2)
 
     out = linear(attended, module.out_proj.weight, module.out_proj.bias)
     out = taps["out_proj"](out, attended) if "out_proj" in taps else out
     if unbatched:
         return out.squeeze(0), weights
-    return out if module.batch_first else out.transpose(0, 1), weights
+    # As torch lays it out in memory: the mask of a dropout that follows is drawn in that order.
+    out = out.transpose(0, 1).contiguous()
+    return out.transpose(0, 1) if module.batch_first else out, weights
 
 
 def _batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:

@@ -38,6 +38,10 @@ class Family(ABC):
     def layers(self, module: Any) -> dict[str, tuple[LayerAdapter, nn.Module]]:
         """The module's layers by name, each with the adapter and the module that describe it."""
 
+    def draws_random_numbers(self, module: Any) -> bool:
+        """Whether ``capture`` draws the random numbers of the forward pass once more, as for dropout."""
+        return False
+
     @abstractmethod
     def capture(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, taps: Mapping[str, Tap]
