@@ -226,6 +226,25 @@ def test_gradients_may_be_clipped_before_the_step():
     torch.testing.assert_close(steps.norm().item(), 0.1 * 0.01, rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("optimizer_class", [SINGD, IKFAC])
+def test_scaled_gradients_may_be_unscaled_and_clipped_before_the_step(optimizer_class):
+    """A constant scale of the curvature cancels by default, so the steps are those without a scaler."""
+    results = []
+    for scaled in (True, False):
+        model = mlp()
+        optimizer = optimizer_class(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale((model((1 + step) * data()) - 1).square().sum(1).mean()).backward()
+            scaler.unscale_(optimizer)
+            assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(values(model))
+    torch.testing.assert_close(*results)
+
+
 def test_checkpoints_are_read_by_torchs_default_load_even_with_a_schedule_that_is_a_function():
     model, file = mlp(), io.BytesIO()
     settings = {"precond_lr": lambda updates: 0.1 / (1 + updates), "precond_every": 1}
@@ -314,6 +333,23 @@ train(ingot.SINGD)
 assert warnings.filters == before
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_step_that_a_scaler_skips_does_not_cost_a_factor_update():
+    model = mlp()
+    optimizer = SINGD(model, precond_every=3, precond_warmup=0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    updates = []
+    for factor in (1, 1, 1, float("inf"), 1, 1):
+        before = values(model)
+        optimizer.zero_grad()
+        scaler.scale(factor * (model(data()) - 1).square().sum(1).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        updates.append(optimizer.state[model[0].weight]["updates"])
+        assert bool(moved(before, model)) == (factor == 1)
+    assert updates == [1, 1, 1, 1, 2, 2]  # the fourth was to update, so the fifth does
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_a_factor_rate_that_is_too_large_for_a_sum_loss_does_no_harm():

@@ -120,31 +120,32 @@ class NaturalGradient(Optimizer):
             raise ValueError(f"fisher must be 'empirical' or 'separate'; got {fisher!r}")
         self._fisher = fisher
         inner = unwrapped(model)
+        self._begin(inner, is_compiled(model))
         groups = trained_groups(inner, params)
         found = find_layers(inner, _preconditionable(groups))
         preconditioned = {p for layer in found.values() for p in layer.parameters}
-        self._group_index: dict[Tensor, int] = {}
-        self._watch: Watch | None = None  # while groups are added one by one, layers are incomplete
         super().__init__(separate_adamw(groups, preconditioned, dict(adamw or {})), defaults)
-        self._begin(inner, found)
-        self._compiled_before = is_compiled(model)
+        self._attach(found)
+        self._has_all_groups = True
 
-    def _begin(self, model: nn.Module, layers: dict[nn.Parameter, Layer]) -> None:
-        self._paused = self._compiled_before = self._has_followed = False
-        self._curvature_pass: _CurvaturePass | None = None
-        self._kinds: dict[Tensor, _Kind] = {}
+    def _begin(self, model: nn.Module, compiled_before: bool) -> None:
+        """What is not kept in checkpoints or copies."""
         self._watch = Watch(model, self, self._collect)
-        self._attach(layers)
+        self._group_index: dict[Tensor, int] = {}
+        self._kinds: dict[Tensor, _Kind] = {}  # as parameters were when last seen
+        self._curvature_pass: _CurvaturePass | None = None
+        self._paused = self._has_followed = self._has_all_groups = False
+        self._compiled_before = compiled_before
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as with any torch optimizer; layers of the model are preconditioned there, too."""
         check_group(self.defaults | param_group)
-        if self._watch is not None:
-            self._follow_model()
+        self._follow_model()
         super().add_param_group(param_group)
-        members = self.param_groups[-1]["params"]
-        self._group_index.update(dict.fromkeys(members, len(self.param_groups) - 1))
-        if self._watch is None:
+        self._index_groups()
+        if (
+            not self._has_all_groups
+        ):  # those of the constructor come one by one, and layers would be incomplete
             return
         try:
             trained = _preconditionable(self.param_groups)
@@ -158,19 +159,15 @@ class NaturalGradient(Optimizer):
 
     def _attach(self, layers: dict[nn.Parameter, Layer]) -> None:
         """Begin to watch the layers that are new."""
-        assert self._watch is not None
         new = [layer for weight, layer in layers.items() if weight not in self._watch.layers]
         for layer in new:
             layer.structures = self._bind(layer)
         self._watch.attach(new, self._group_index)
-        for p in self._group_index:
-            self._kinds.setdefault(p, _kind(p))
         self._refresh()
 
     def detach(self) -> None:
         """Leave the model: its hooks are removed, and the factors stay as they are."""
-        if self._watch is not None:
-            self._watch.close()
+        self._watch.close()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -185,17 +182,15 @@ class NaturalGradient(Optimizer):
 
     def describe(self) -> Description:
         """A table of which parameter is trained how, by which structures, at what memory; print it."""
-        assert self._watch is not None
         return describe(self, self._watch.model, self._layers)
 
     @property
     def _layers(self) -> dict[nn.Parameter, Layer]:
-        return {} if self._watch is None else self._watch.layers
+        return self._watch.layers
 
     def _refresh(self) -> None:
         """Open the taps of the layers whose factors the coming step updates."""
-        if self._watch is not None:
-            self._watch.open_taps(lambda layer: not self._paused and self._is_due(layer))
+        self._watch.open_taps(lambda layer: not self._paused and self._is_due(layer))
 
     def _is_due(self, layer: Layer) -> bool:
         group, steps = self._group(layer.weight), self.state.get(layer.weight, {}).get("steps", 0)
@@ -203,7 +198,7 @@ class NaturalGradient(Optimizer):
 
     def _follow_model(self) -> None:
         """Take over parameters that were replaced in the model or changed their dtype or device."""
-        if self._watch is not None and self._watch.has_changed:
+        if self._watch.has_changed:
             self._replace_parameters(self._watch)
         for p in self._group_index:
             kind = _kind(p)
@@ -264,6 +259,8 @@ class NaturalGradient(Optimizer):
 
     def _index_groups(self) -> None:
         self._group_index = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        for p in self._group_index:
+            self._kinds.setdefault(p, _kind(p))
 
     def _group(self, parameter: Tensor) -> Group:
         return self.param_groups[self._group_index[parameter]]
@@ -318,7 +315,7 @@ class NaturalGradient(Optimizer):
     @property
     def wants_curvature(self) -> bool:
         """Whether the coming step updates factors."""
-        return self._watch is not None and self._watch.has_open_taps
+        return self._watch.has_open_taps
 
     def curvature(self) -> AbstractContextManager[None]:
         """With ``fisher="separate"``: the backward passes within are those that statistics are taken from.
@@ -420,16 +417,18 @@ class NaturalGradient(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # With the model, to which copies of the parameters belong.
-        followed = None if self._watch is None else (self._watch.model, self._watch.biases)
+        followed = (self._watch.model, self._watch.biases)
         return super().__getstate__() | {"_followed": followed, "_fisher": self._fisher}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         followed = state.pop("_followed", None)
         super().__setstate__(state)
         if followed is not None:  # a copy or unpickled; torch also comes here when it loads a state_dict
-            self._index_groups()
             model, biases = followed
-            self._begin(model, find_layers(model, _preconditionable(self.param_groups), biases))
+            self._begin(model, compiled_before=False)
+            self._index_groups()
+            self._attach(find_layers(model, _preconditionable(self.param_groups), biases))
+            self._has_all_groups = True
 
     # --- Step: factors, then weights --------------------------------------------------------------------
 
