@@ -9,19 +9,18 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw as functional_adamw
 
 from ingot import fisher as curvature_of_losses
 from ingot import rules
 from ingot.capture import Tap
 from ingot.description import Description, describe
-from ingot.groups import Group, Params, check_group, separate_adamw, structure_pair, trained_groups
+from ingot.groups import Group, Params, separate_adamw, structure_pair, trained_groups
 from ingot.model import Layer, find_layers, is_compiled, unwrapped
+from ingot.model_optimizer import ModelOptimizer, preconditionable
 from ingot.rules import TRACES, Factor, InverseFree, Inverting, Pair, Rule, Settings, Statistics
 from ingot.statistics import Pending, Use, sums_of_use
 from ingot.structures import Factory, bind, resolve
-from ingot.watch import Watch
 
 StructureLike: TypeAlias = str | Factory
 
@@ -37,7 +36,7 @@ PAPER: Mapping[str, Any] = {
 """Keyword values under which every optimizer takes exactly the paper's step: ``SINGD(model, **PAPER)``."""
 
 
-class NaturalGradient(Optimizer):
+class NaturalGradient(ModelOptimizer):
     """The family's common optimizer; ``SINGD``, ``INGD``, ``IKFAC`` and ``KFAC`` say which rule it follows.
 
     Linear layers, convolutions, embeddings and attention are preconditioned, weight and bias together as one
@@ -119,151 +118,15 @@ class NaturalGradient(Optimizer):
         if fisher not in ("empirical", "separate"):
             raise ValueError(f"fisher must be 'empirical' or 'separate'; got {fisher!r}")
         self._fisher = fisher
+        self._curvature_pass: _CurvaturePass | None = None
         inner = unwrapped(model)
         self._begin(inner, is_compiled(model))
         groups = trained_groups(inner, params)
-        found = find_layers(inner, _preconditionable(groups))
+        found = find_layers(inner, preconditionable(groups))
         preconditioned = {p for layer in found.values() for p in layer.parameters}
         super().__init__(separate_adamw(groups, preconditioned, dict(adamw or {})), defaults)
         self._attach(found)
         self._has_all_groups = True
-
-    def _begin(self, model: nn.Module, compiled_before: bool) -> None:
-        """What is not kept in checkpoints or copies."""
-        self._watch = Watch(model, self, self._collect)
-        self._group_index: dict[Tensor, int] = {}
-        self._kinds: dict[Tensor, _Kind] = {}  # as parameters were when last seen
-        self._curvature_pass: _CurvaturePass | None = None
-        self._paused = self._has_followed = self._has_all_groups = False
-        self._compiled_before = compiled_before
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group, as with any torch optimizer; layers of the model are preconditioned there, too."""
-        check_group(self.defaults | param_group)
-        self._follow_model()
-        super().add_param_group(param_group)
-        self._index_groups()
-        if (
-            not self._has_all_groups
-        ):  # those of the constructor come one by one, and layers would be incomplete
-            return
-        try:
-            trained = _preconditionable(self.param_groups)
-            self._attach(find_layers(self._watch.model, trained, self._watch.biases))
-        except ValueError:  # a structure that does not fit: nothing was hooked, so forget the group as well
-            self.param_groups.pop()
-            self._index_groups()
-            raise
-
-    # --- The model, which may change ---------------------------------------------------------------------
-
-    def _attach(self, layers: dict[nn.Parameter, Layer]) -> None:
-        """Begin to watch the layers that are new."""
-        new = [layer for weight, layer in layers.items() if weight not in self._watch.layers]
-        for layer in new:
-            layer.structures = self._bind(layer)
-        self._watch.attach(new, self._group_index)
-        self._refresh()
-
-    def detach(self) -> None:
-        """Leave the model: its hooks are removed, and the factors stay as they are."""
-        self._watch.close()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within this context no statistics are taken: for backward passes that are no training steps."""
-        before, self._paused = self._paused, True
-        self._refresh()
-        try:
-            yield
-        finally:
-            self._paused = before
-            self._refresh()
-
-    def describe(self) -> Description:
-        """A table of which parameter is trained how, by which structures, at what memory; print it."""
-        return describe(self, self._watch.model, self._layers)
-
-    @property
-    def _layers(self) -> dict[nn.Parameter, Layer]:
-        return self._watch.layers
-
-    def _refresh(self) -> None:
-        """Open the taps of the layers whose factors the coming step updates."""
-        self._watch.open_taps(lambda layer: not self._paused and self._is_due(layer))
-
-    def _is_due(self, layer: Layer) -> bool:
-        group, steps = self._group(layer.weight), self.state.get(layer.weight, {}).get("steps", 0)
-        return steps < group["precond_warmup"] or steps % group["precond_every"] == 0
-
-    def _follow_model(self) -> None:
-        """Take over parameters that were replaced in the model or changed their dtype or device."""
-        if self._watch.has_changed:
-            self._replace_parameters(self._watch)
-        for p in self._group_index:
-            kind = _kind(p)
-            if self._kinds[p] != kind:
-                self._convert(p, resized=self._kinds[p][0] != p.shape)
-                self._kinds[p] = kind
-        self._has_followed = True
-
-    def _convert(self, p: Tensor, resized: bool) -> None:
-        """Let the state of a parameter follow it; that of one with another shape is of no use."""
-        if resized:
-            self.state.pop(p, None)
-            for layer in self._layers.values():
-                if layer.weight is p:
-                    layer.structures, layer.pending = self._bind(layer), None
-            return
-        state = self.state.get(p, {})
-        factor_dtype = self._group(p)["factor_dtype"] or p.dtype
-        dtypes = dict.fromkeys(self.rule.keys, factor_dtype)
-        dtypes |= dict.fromkeys(TRACES, rules.computing(factor_dtype))
-        for key, value in state.items():
-            if isinstance(value, Tensor) and key != "step":
-                state[key] = value.to(p.device, dtypes.get(key, p.dtype))
-
-    def _replace_parameters(self, watch: Watch) -> None:
-        """Train new parameters in the place of old ones, with their state where the shape is the same."""
-        replaced, gone = watch.changes()
-        now_is = {old: new for old, new in replaced if old in gone}
-        biases = {now_is.get(w, w): None if b is None else now_is.get(b, b) for w, b in watch.biases.items()}
-        for old, new in replaced:
-            if new in self._group_index:
-                continue
-            members = self._group(old)["params"]
-            self._group_index[new] = self._group_index[old]
-            members.insert(next(i for i, p in enumerate(members) if p is old), new)
-            if old in gone and old in self.state:
-                state = self.state.pop(old)
-                if new.shape == old.shape:
-                    self.state[new] = state
-                    self._kinds[new] = self._kinds[old]
-        for group in self.param_groups:
-            group["params"] = [p for p in group["params"] if p not in gone]
-        for old in gone:
-            self.state.pop(old, None)
-            self._kinds.pop(old, None)
-        self._index_groups()
-        found = find_layers(watch.model, _preconditionable(self.param_groups), biases)
-        for weight, layer in list(watch.layers.items()):
-            now = found.get(weight)
-            if now is None or now.uses != layer.uses or now.bias is not layer.bias:
-                watch.drop(layer)
-        self._attach(found)
-        for weight, layer in watch.layers.items():
-            state, sizes = self.state.get(weight, {}), (s.numel for s in layer.structures)
-            expected = zip(self.rule.names, sizes, strict=True)
-            if any(key in state and state[key].shape[-1] != size for key, size in expected):
-                self.state[weight] = {k: v for k, v in state.items() if k == "momentum_buffer"}
-
-    def _index_groups(self) -> None:
-        self._group_index = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        for p in self._group_index:
-            self._kinds.setdefault(p, _kind(p))
-
-    def _group(self, parameter: Tensor) -> Group:
-        return self.param_groups[self._group_index[parameter]]
 
     def _bind(self, layer: Layer) -> Pair:
         """The structures of a layer's factors, for its dimensions."""
@@ -278,6 +141,26 @@ class NaturalGradient(Optimizer):
         except ValueError as error:
             raise ValueError(f"layer {layer.name!r}: {error}") from None
         return pair
+
+    def _is_due(self, layer: Layer) -> bool:
+        group, steps = self._group(layer.weight), self.state.get(layer.weight, {}).get("steps", 0)
+        return steps < group["precond_warmup"] or steps % group["precond_every"] == 0
+
+    def _state_dtype(self, p: Tensor, key: str) -> torch.dtype:
+        factor_dtype = self._group(p)["factor_dtype"] or p.dtype
+        if key in TRACES:
+            return rules.computing(factor_dtype)
+        return factor_dtype if key in self.rule.keys else p.dtype
+
+    def _fitting(self, layer: Layer, state: dict[str, Any]) -> dict[str, Any]:
+        pairs = zip(self.rule.names, layer.structures, strict=True)
+        if all(state[name].shape[-1] == s.numel for name, s in pairs if name in state):
+            return state
+        return {key: value for key, value in state.items() if key == "momentum_buffer"}
+
+    def describe(self) -> Description:
+        """A table of which parameter is trained how, by which structures, at what memory; print it."""
+        return describe(self, self._watch.model, self._layers)
 
     # --- Backward: statistics come in -------------------------------------------------------------------
 
@@ -376,15 +259,6 @@ class NaturalGradient(Optimizer):
         dtype = self._group(layer.weight)["factor_dtype"] or layer.weight.dtype
         return self.rule.start(layer.structures, torch.empty((), dtype=dtype, device=device), layer.shape[0])
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, and the statistics that came with them."""
-        self._follow_model()
-        super().zero_grad(set_to_none)
-        for layer in self._layers.values():
-            layer.pending = None
-        self._has_followed = False
-        self._refresh()
-
     # --- Checkpoints ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -416,19 +290,7 @@ class NaturalGradient(Optimizer):
         self._refresh()
 
     def __getstate__(self) -> dict[str, Any]:
-        # With the model, to which copies of the parameters belong.
-        followed = (self._watch.model, self._watch.biases)
-        return super().__getstate__() | {"_followed": followed, "_fisher": self._fisher}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        followed = state.pop("_followed", None)
-        super().__setstate__(state)
-        if followed is not None:  # a copy or unpickled; torch also comes here when it loads a state_dict
-            model, biases = followed
-            self._begin(model, compiled_before=False)
-            self._index_groups()
-            self._attach(find_layers(model, _preconditionable(self.param_groups), biases))
-            self._has_all_groups = True
+        return super().__getstate__() | {"_fisher": self._fisher, "_curvature_pass": None}
 
     # --- Step: factors, then weights --------------------------------------------------------------------
 
@@ -563,12 +425,6 @@ class NaturalGradient(Optimizer):
 
 _ADAMW_KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 
-_Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
-
-
-def _kind(p: Tensor) -> _Kind:
-    return p.shape, p.dtype, p.device
-
 
 class _CurvaturePass:
     """Backward passes that statistics come from instead of the loss's, as one."""
@@ -578,10 +434,6 @@ class _CurvaturePass:
 
 
 _NOT_SETTINGS = ("self", "model", "params", "adamw", "fisher", "__class__")
-
-
-def _preconditionable(groups: list[Group]) -> set[Tensor]:
-    return {p for group in groups if group.get("precondition", True) for p in group["params"]}
 
 
 def _is_plain(value: Any) -> bool:

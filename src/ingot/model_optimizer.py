@@ -1,0 +1,200 @@
+"""A torch optimizer that is given a model: it watches the layers, and follows what happens to parameters."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ingot.capture import Tap
+from ingot.groups import Group, check_group
+from ingot.model import Layer, find_layers
+from ingot.rules import Pair
+from ingot.watch import Watch
+
+
+class ModelOptimizer(Optimizer):
+    """What an optimizer of whole models needs besides the steps that it takes.
+
+    Parameters may be replaced, converted, resized, tied and untied while they are trained. Each keeps its
+    group, and its state where that still fits.
+    """
+
+    @abstractmethod
+    def _bind(self, layer: Layer) -> Pair:
+        """The structures of a layer's factors, for its dimensions."""
+
+    @abstractmethod
+    def _is_due(self, layer: Layer) -> bool:
+        """Whether the coming step wants a layer's statistics."""
+
+    @abstractmethod
+    def _collect(self, tap: Tap, x: Tensor, g: Tensor, start: int, backward_pass: object) -> None:
+        """Take the statistics of one use of a layer in one backward pass."""
+
+    @abstractmethod
+    def _state_dtype(self, p: Tensor, key: str) -> torch.dtype:
+        """The dtype of a tensor of a parameter's state."""
+
+    @abstractmethod
+    def _fitting(self, layer: Layer, state: dict[str, Any]) -> dict[str, Any]:
+        """What of a state is of use for this layer's structures."""
+
+    def _begin(self, model: nn.Module, compiled_before: bool) -> None:
+        """What is not kept in checkpoints or copies."""
+        self._watch = Watch(model, self, self._collect)
+        self._group_index: dict[Tensor, int] = {}
+        self._kinds: dict[Tensor, _Kind] = {}  # as parameters were when last seen
+        self._paused, self._compiled_before = False, compiled_before
+        self._has_followed = self._has_all_groups = False
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, as with any torch optimizer; layers of the model are preconditioned there, too."""
+        check_group(self.defaults | param_group)
+        self._follow_model()
+        super().add_param_group(param_group)
+        self._index_groups()
+        if not self._has_all_groups:  # the constructor's come one by one: layers would be incomplete
+            return
+        try:
+            trained = preconditionable(self.param_groups)
+            self._attach(find_layers(self._watch.model, trained, self._watch.biases))
+        except ValueError:  # a structure that does not fit: nothing was hooked, so forget the group as well
+            self.param_groups.pop()
+            self._index_groups()
+            raise
+
+    def _attach(self, layers: dict[nn.Parameter, Layer]) -> None:
+        """Begin to watch the layers that are new."""
+        new = [layer for weight, layer in layers.items() if weight not in self._watch.layers]
+        for layer in new:
+            layer.structures = self._bind(layer)
+        self._watch.attach(new, self._group_index)
+        self._refresh()
+
+    def detach(self) -> None:
+        """Leave the model: its hooks are removed, and the factors stay as they are."""
+        self._watch.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this context no statistics are taken: for backward passes that are no training steps."""
+        before, self._paused = self._paused, True
+        self._refresh()
+        try:
+            yield
+        finally:
+            self._paused = before
+            self._refresh()
+
+    @property
+    def _layers(self) -> dict[nn.Parameter, Layer]:
+        return self._watch.layers
+
+    def _refresh(self) -> None:
+        """Open the taps of the layers whose factors the coming step updates."""
+        self._watch.open_taps(lambda layer: not self._paused and self._is_due(layer))
+
+    def _follow_model(self) -> None:
+        """Take over parameters that were replaced in the model or changed their dtype or device."""
+        if self._watch.has_changed:
+            self._replace_parameters(self._watch)
+        for p in self._group_index:
+            kind = _kind(p)
+            if self._kinds[p] != kind:
+                self._convert(p, resized=self._kinds[p][0] != p.shape)
+                self._kinds[p] = kind
+        self._has_followed = True
+
+    def _convert(self, p: Tensor, resized: bool) -> None:
+        """Let the state of a parameter follow it; that of one with another shape is of no use."""
+        if resized:
+            self.state.pop(p, None)
+            for layer in self._layers.values():
+                if layer.weight is p:
+                    layer.structures, layer.pending = self._bind(layer), None
+            return
+        state = self.state.get(p, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and key != "step":
+                state[key] = value.to(p.device, self._state_dtype(p, key))
+
+    def _replace_parameters(self, watch: Watch) -> None:
+        """Train new parameters in the place of old ones, with their state where the shape is the same."""
+        replaced, gone = watch.changes()
+        now_is = {old: new for old, new in replaced if old in gone}
+        biases = {now_is.get(w, w): None if b is None else now_is.get(b, b) for w, b in watch.biases.items()}
+        for old, new in replaced:
+            if new in self._group_index:
+                continue
+            members = self._group(old)["params"]
+            self._group_index[new] = self._group_index[old]
+            members.insert(next(i for i, p in enumerate(members) if p is old), new)
+            if old in gone and old in self.state:
+                state = self.state.pop(old)
+                if new.shape == old.shape:
+                    self.state[new] = state
+                    self._kinds[new] = self._kinds[old]
+        for group in self.param_groups:
+            group["params"] = [p for p in group["params"] if p not in gone]
+        for old in gone:
+            self.state.pop(old, None)
+            self._kinds.pop(old, None)
+        self._index_groups()
+        found = find_layers(watch.model, preconditionable(self.param_groups), biases)
+        for weight, layer in list(watch.layers.items()):
+            now = found.get(weight)
+            if now is None or now.uses != layer.uses or now.bias is not layer.bias:
+                watch.drop(layer)
+        self._attach(found)
+        for weight, layer in watch.layers.items():
+            if weight in self.state:
+                self.state[weight] = self._fitting(layer, self.state[weight])
+
+    def _index_groups(self) -> None:
+        self._group_index = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        for p in self._group_index:
+            self._kinds.setdefault(p, _kind(p))
+
+    def _group(self, parameter: Tensor) -> Group:
+        return self.param_groups[self._group_index[parameter]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, and the statistics that came with them."""
+        self._follow_model()
+        super().zero_grad(set_to_none)
+        for layer in self._layers.values():
+            layer.pending = None
+        self._has_followed = False
+        self._refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # With the model, to which copies of the parameters belong.
+        return super().__getstate__() | {"_followed": (self._watch.model, self._watch.biases)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        followed = state.pop("_followed", None)
+        super().__setstate__(state)
+        if followed is not None:  # a copy or unpickled; torch also comes here when it loads a state_dict
+            model, biases = followed
+            self._begin(model, compiled_before=False)
+            self._index_groups()
+            self._attach(find_layers(model, preconditionable(self.param_groups), biases))
+            self._has_all_groups = True
+
+
+_Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def _kind(p: Tensor) -> _Kind:
+    return p.shape, p.dtype, p.device
+
+
+def preconditionable(groups: list[Group]) -> set[Tensor]:
+    """The parameters that are not left to AdamW by their groups."""
+    return {p for group in groups if group.get("precondition", True) for p in group["params"]}
