@@ -189,10 +189,10 @@ class CaptureHook:
         They must be the same: the pass may be one of a checkpointed segment that recomputes another.
         Compiled code drops the first of both passes, since nothing uses it, and its random numbers with it.
         """
-        if self.family is None or torch.compiler.is_compiling() or not self._is_open():
+        if self.family is None or torch.compiler.is_compiling():
             return
-        if self.family.draws_random_numbers(module):
-            self._random_state = _random_state(module)
+        again = self._is_open() and self.family.draws_random_numbers(module)
+        self._random_state = _random_state(module) if again else None
 
     def _is_open(self) -> bool:
         if not torch.is_grad_enabled():

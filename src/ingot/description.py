@@ -20,7 +20,7 @@ class Row(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    trained_by: str  # the name of an optimizer, "with its weight", "frozen" or "not here"
+    trained_by: str  # the optimizer's name, "with its weight", "AdamW", "frozen" or "not here"
     k: str  # structures of the factors, where there are any
     c: str
     state_bytes: int
@@ -79,9 +79,8 @@ def describe(optimizer: NaturalGradient, model: nn.Module, layers: dict[nn.Param
             trained_by = type(optimizer).__name__
             several = "".join(f"{n} x " for n in layer.shape[0])
             k, c = (several + str(structure) for structure in layer.structures)
-            planned = sum(_bytes(t) for t in _planned_factors(optimizer, layer).values()) + _momentum_bytes(
-                p, group
-            )
+            factors = _planned_factors(optimizer, layer).values()
+            planned = sum(map(_bytes, factors), _momentum_bytes(p, group))
         elif p in with_weight:
             trained_by, planned = "with its weight", _momentum_bytes(p, group)
         held = sum(_bytes(value) for value in state.values() if isinstance(value, Tensor))

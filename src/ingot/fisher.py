@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot, softmax
 
 def _sample_cross_entropy(output: Tensor) -> Tensor:
     p = softmax(output, dim=-1)
-    drawn = torch.multinomial(p.flatten(0, -2), 1).reshape(p.shape[:-1])
+    drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1).reshape(p.shape[:-1])
     return p - one_hot(drawn, p.shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""A model as an optimizer sees it: names, places of parameters, and layers."""
+"""A model as an optimizer sees it: names of parameters, what holds them, and layers."""
 
 from __future__ import annotations
 

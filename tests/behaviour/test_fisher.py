@@ -103,6 +103,17 @@ def test_sampled_curvature_has_the_exact_one_as_its_mean(loss):
             assert 0 < (g - expected).norm() < tolerance * expected.norm()
 
 
+def test_curvature_of_a_single_output_without_a_batch():
+    """That of a batch of one."""
+    found = []
+    for shape in ((4,), (1, 4)):
+        model, optimizer = separate()
+        torch.manual_seed(0)
+        optimizer.curvature_backward(model(torch.ones(shape)), "cross_entropy", samples=3)
+        found.append(curvatures(optimizer))
+    torch.testing.assert_close(*found)
+
+
 def test_with_a_separate_fisher_statistics_come_from_curvature_alone():
     model, optimizer = separate()
     (x,) = batches(1)

@@ -475,6 +475,60 @@ def test_uses_of_several_kinds_add_up(optimizer_class):
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("optimizer_class", FAMILY)
+@pytest.mark.parametrize("loss_average", ["batch", "token", None])
+@pytest.mark.parametrize(
+    # The keys' bias has no gradient but rounding errors, which AdamW would enlarge.
+    "options",
+    [{}, {"kdim": 6, "vdim": 7, "bias": False}],
+    ids=["packed", "separate"],
+)
+def test_micro_batches_give_the_steps_of_the_whole_batch(options, loss_average, optimizer_class):
+    x = torch.randn(8, TARGETS, SIZE)
+    key, value = (torch.randn(8, SOURCES, options.get(name, SIZE)) for name in ("kdim", "vdim"))
+    terms = {"batch": 8, "token": 8 * TARGETS, None: 1}[loss_average]
+    results = []
+    for sizes in ([8], [4, 4], [2] * 4, [5, 1, 2]):
+        torch.manual_seed(0)
+        module = nn.MultiheadAttention(SIZE, HEADS, batch_first=True, **options)
+        optimizer = optimizer_class(module, lr=0.01, precond_lr=0.01, loss_average=loss_average, **PAPER)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for parts in zip(*(tensor.split(sizes) for tensor in (x, key, value)), strict=True):
+                ((module(*parts)[0] - 1).square().sum() / terms).backward()
+            optimizer.step()
+        found = {name: (p, optimizer.state[p]) for name, p in module.named_parameters()}
+        results.append(copy.deepcopy({name: (p.detach(), dict(state)) for name, (p, state) in found.items()}))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-9, atol=1e-11)
+
+
+def test_projections_that_are_computed_are_no_layers():
+    module = nn.MultiheadAttention(SIZE, HEADS)
+    nn.utils.parametrizations.weight_norm(module, "in_proj_weight")
+    optimizer = SINGD(module)
+    x = torch.randn(TARGETS, BATCH, SIZE)
+    module(x, x, x)[0].square().mean().backward()
+    optimizer.step()
+    rows = {row.name: row.trained_by for row in optimizer.describe().rows}
+    assert rows["out_proj.weight"] == "SINGD"
+    assert rows["in_proj_bias"] == rows["parametrizations.in_proj_weight.original0"] == "AdamW"
+
+
+@pytest.mark.usefixtures("float64")
+def test_random_numbers_of_a_pass_that_failed_are_forgotten():
+    module = nn.MultiheadAttention(SIZE, HEADS, dropout=0.5)
+    optimizer = SINGD(module)
+    with pytest.raises(RuntimeError):
+        module(torch.randn(TARGETS, BATCH, SIZE), torch.randn(1, 1, 1), torch.randn(1, 1, 1))
+    x = torch.randn(TARGETS, BATCH, SIZE)
+    before = torch.random.get_rng_state()
+    module.eval()(x, x, x)[0].sum().backward()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("float64")
 def test_a_single_sequence_is_one_sample():
     module = nn.MultiheadAttention(SIZE, HEADS, batch_first=True)
     optimizer, seen = KFAC(module, **PAPER), []

@@ -20,10 +20,10 @@ class PackedProjection(LayerAdapter):
         return (3,), module.embed_dim, module.embed_dim
 
     def weight(self, module: nn.Module) -> nn.Parameter | None:
-        return module._parameters["in_proj_weight"]
+        return module._parameters.get("in_proj_weight")
 
     def bias(self, module: nn.Module) -> nn.Parameter | None:
-        return module._parameters["in_proj_bias"]
+        return module._parameters.get("in_proj_bias")
 
     def inputs(self, module: nn.MultiheadAttention, x: Tensor, g: Tensor) -> Tensor:
         used = g.shape[-1] // module.embed_dim  # a use may be of one, two or all three of the matrices
@@ -44,7 +44,7 @@ class SeparateProjection(LinearAdapter):
         return (), d_o, d_i
 
     def weight(self, module: nn.Module) -> nn.Parameter | None:
-        return module._parameters[self._name]
+        return module._parameters.get(self._name)
 
     def bias(self, module: nn.Module) -> nn.Parameter | None:
         return None

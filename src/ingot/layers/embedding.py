@@ -32,20 +32,21 @@ class EmbeddingAdapter(LayerAdapter):
 
     def inputs(self, module: nn.Embedding, x: Tensor, g: Tensor) -> Tensor:
         tokens = _batch_shared(x)
-        return one_hot(tokens, len(module.weight)).to(g.dtype) * _used(module, tokens).unsqueeze(-1)
+        return _without_padding(module, tokens, one_hot(tokens, len(module.weight)).to(g.dtype))
 
     def output_gradients(self, module: nn.Embedding, x: Tensor, g: Tensor) -> Tensor:
         tokens = _batch_shared(x)
-        return g.reshape(*tokens.shape, g.shape[-1]) * _used(module, tokens).unsqueeze(-1)
+        return _without_padding(module, tokens, g.reshape(*tokens.shape, g.shape[-1]))
 
     def input_squares(self, module: nn.Embedding, x: Tensor, approx: str, dtype: torch.dtype) -> Tensor:
         tokens = _batch_shared(x)
-        squares = _used(module, tokens).to(dtype)
+        squares = torch.ones_like(tokens, dtype=dtype)
         if approx == "reduce":
             # A sample's mean input has (count / places)² for a token: count / places² at each of its places.
             ordered = tokens.sort(dim=1).values
             last, first = (torch.searchsorted(ordered, tokens, right=right) for right in (True, False))
-            squares = squares * (last - first) / tokens.shape[1] ** 2
+            squares = (last - first).to(dtype) / tokens.shape[1] ** 2
+        squares = _without_padding(module, tokens, squares.unsqueeze(-1))
         return squares.new_zeros(len(module.weight)).index_add_(0, tokens.flatten(), squares.flatten())
 
 
@@ -53,10 +54,8 @@ def _batch_shared(tokens: Tensor) -> Tensor:
     return tokens.flatten(1) if tokens.ndim > 1 else tokens.reshape(-1, 1)
 
 
-def _used(module: nn.Embedding, tokens: Tensor) -> Tensor:
-    """False where the token is padding."""
-    return (
-        torch.ones_like(tokens, dtype=torch.bool)
-        if module.padding_idx is None
-        else tokens != module.padding_idx
-    )
+def _without_padding(module: nn.Embedding, tokens: Tensor, values: Tensor) -> Tensor:
+    """Values ``[batch, shared, n]`` of tokens ``[batch, shared]``, with zeros where these are padding."""
+    if module.padding_idx is None:
+        return values
+    return values * (tokens != module.padding_idx).unsqueeze(-1)
