@@ -111,6 +111,17 @@ def test_an_embedding_tied_with_its_head_makes_one_step_with_both_statistics():
     assert set(optimizer.state) == set(model.parameters())
 
 
+def test_a_bias_that_two_layers_share_makes_one_step():
+    model = mlp(4, 4, 4)
+    model[2].bias = model[0].bias
+    before = model[0].bias.detach().clone()
+    settings = PLAIN | {"lr": 0.1, "precond_lr": 0.0, "momentum": 0.0, "weight_decay": 0.0}
+    optimizer = SINGD(model, **settings)  # whose factors stay the identity
+    backward(model, *batches(1))
+    optimizer.step()
+    torch.testing.assert_close(model[0].bias.detach(), before - 0.1 * model[0].bias.grad)
+
+
 # --- Frozen parameters --------------------------------------------------------------------------------------
 
 
