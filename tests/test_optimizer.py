@@ -61,7 +61,9 @@ def _parameters(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("optimizer_class", FAMILY)
 @pytest.mark.parametrize(
-    "keywords", [{}, {"structure": "diagonal"}, PAPER], ids=["default", "diagonal", "paper"]
+    "keywords",
+    [{}, {"structure": "diagonal"}, {"precond_lr": 0.01, **PAPER}],
+    ids=["default", "diagonal", "paper"],
 )
 def test_every_trainable_parameter_moves(optimizer_class, keywords):
     model = Everything()
@@ -105,7 +107,7 @@ def test_who_trains_what():
     assert {p for p in model.parameters() if "K" in optimizer.state[p]} == {layer.weight for layer in layers}
     first, second = optimizer.param_groups
     assert set(first["params"]) == of_layers
-    assert (first["lr"], first["betas"], first["weight_decay"]) == (0.1, (0.9, 0.999), 0.01)
+    assert (first["lr"], first["momentum"], first["weight_decay"]) == (0.1, 0.9, 0.01)
     assert (second["lr"], second["betas"], second["weight_decay"]) == (0.01, (0.8, 0.9), 0.0)
     # One pair of factors for each group of a convolution.
     assert optimizer.state[model.depthwise.weight]["K"].shape[0] == 3

@@ -5,6 +5,7 @@ import gc
 import io
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.functional import unfold
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from ingot import IKFAC, PAPER, SINGD
+from ingot import IKFAC, PAPER, SINGD, HealthWarning
 from ingot.structures import bind, parse
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -362,7 +363,11 @@ def test_a_factor_rate_that_is_too_large_for_a_sum_loss_does_no_harm():
         return all(p.isfinite().all() for p in model.parameters())
 
     assert run()
-    assert not run(**PAPER)  # where nothing bounds the factors' step, as the paper has it
+    with warnings.catch_warnings(record=True) as said:  # where nothing bounds the factors' step
+        warnings.simplefilter("always")
+        assert run(**PAPER)
+    assert {warning.category for warning in said} == {HealthWarning}
+    assert "lower precond_lr" in str(said[0].message)
 
 
 def test_activation_checkpointing_frees_the_inner_activations():

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ingot import rules
 from ingot.model import Layer, named_parameters
 
 if TYPE_CHECKING:
@@ -79,29 +78,14 @@ def describe(optimizer: NaturalGradient, model: nn.Module, layers: dict[nn.Param
             trained_by = type(optimizer).__name__
             several = "".join(f"{n} x " for n in layer.shape[0])
             k, c = (several + str(structure) for structure in layer.structures)
-            factors = _planned_factors(optimizer, layer).values()
-            planned = sum(map(_bytes, factors), _momentum_bytes(p, group))
+            first = optimizer._first_state(layer, "meta").values()
+            planned = sum((_bytes(v) for v in first if isinstance(v, Tensor)), _momentum_bytes(p, group))
         elif p in with_weight:
             trained_by, planned = "with its weight", _momentum_bytes(p, group)
         held = sum(_bytes(value) for value in state.values() if isinstance(value, Tensor))
         adamw = 2 * _bytes(p) + 4 if group is not None and p.requires_grad else 0
         rows.append(Row(name, tuple(p.shape), trained_by, k, c, held or planned, adamw))
     return Description(rows)
-
-
-def _planned_factors(optimizer: NaturalGradient, layer: Layer) -> dict[str, Tensor]:
-    """The state of a layer after its first update, as tensors without data."""
-    rule = optimizer.rule
-    first = optimizer._first_factors(layer, "meta")
-    numbers = {key: value.to(rules.computing(value.dtype)) for key, value in first.items()}
-    trace = numbers[rule.names[0]][..., :1]
-    k, c = (numbers[name] for name in rule.names)
-    seen = rules.Statistics(k, c, trace, trace)
-    state = rule.update(layer.structures, numbers, seen, optimizer._settings(layer), 0)
-    return {
-        key: value.to(first[rule.names[0]].dtype) if key in rule.keys else value
-        for key, value in state.items()
-    }
 
 
 def _bytes(tensor: Tensor) -> int:

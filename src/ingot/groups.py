@@ -138,8 +138,9 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "precond_momentum": (_number(0, 1, open_high=True), "a number from 0 to below 1"),
     "precond_every": (_whole(1), "a whole number of steps, at least 1"),
     "factor_dtype": (
-        _optional(lambda v: isinstance(v, torch.dtype) and v.is_floating_point),
-        "a floating-point dtype such as torch.bfloat16, or None for the weight's",
+        lambda v: v in (None, torch.bfloat16, torch.float32, torch.float64),
+        "a floating-point dtype such as torch.bfloat16 (torch.float16 has too small a range), or None for "
+        "the weight's",
     ),
     "precond_warmup": (_whole(0), "a whole number of steps, at least 0"),
     "max_factor_step": (_optional(_number(0, 1, open_high=True)), "a number from 0 to below 1, or None"),
@@ -148,10 +149,16 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "normalize_step": (_flag, "True or False"),
     "max_relative_step": (_optional(_number(0)), "a number of at least 0, or None"),
     "decoupled_weight_decay": (_flag, "True or False"),
+    "maximize": (_flag, "True or False"),
+    "stochastic_rounding": (_flag, "True or False"),
     "precondition": (_flag, "True, or False for AdamW"),
     "betas": (
-        lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(map(_number(0, 1, open_high=True), v)),
-        "a pair of numbers from 0 to below 1",
+        _optional(
+            lambda v: (
+                isinstance(v, tuple | list) and len(v) == 2 and all(map(_number(0, 1, open_high=True), v))
+            )
+        ),
+        "a pair of numbers from 0 to below 1, or None for (momentum, 0.999)",
     ),
     "eps": (_number(0), "a number of at least 0"),
 }
@@ -165,8 +172,8 @@ _ALLOWED |= {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_m
 def check_group(group: Group) -> None:
     """Refuse settings that make no sense, and say what would."""
     for name, (check, wanted) in _CHECKS.items():
-        if not check(group[name]):
-            raise ValueError(f"{name} must be {wanted}; got {group[name]!r}")
+        if not check(group.get(name)):
+            raise ValueError(f"{name} must be {wanted}; got {group.get(name)!r}")
     structure_pair(group["structure"])
     for name in group:
         if name not in _CHECKS and name not in _ALLOWED:

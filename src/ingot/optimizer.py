@@ -9,16 +9,19 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw as functional_adamw
+from torch.utils.hooks import RemovableHandle
 
+from ingot import adamw as adamw_steps
+from ingot import checkpoints, health, rules
 from ingot import fisher as curvature_of_losses
-from ingot import rules
 from ingot.capture import Tap
+from ingot.checkpoints import SIZES
 from ingot.description import Description, describe
 from ingot.groups import Group, Params, separate_adamw, structure_pair, trained_groups
-from ingot.model import Layer, find_layers, is_compiled, unwrapped
+from ingot.model import Layer, find_layers, is_compiled, named_parameters, unwrapped
 from ingot.model_optimizer import ModelOptimizer, preconditionable
-from ingot.rules import TRACES, Factor, InverseFree, Inverting, Pair, Rule, Settings, Statistics
+from ingot.rules import NUMBERS, Factor, InverseFree, Inverting, Pair, Rule, Settings, Statistics
+from ingot.scaling import loss_scale
 from ingot.statistics import Pending, Use, sums_of_use
 from ingot.structures import Factory, bind, resolve
 
@@ -58,13 +61,13 @@ class NaturalGradient(ModelOptimizer):
         approx: How shared weights enter the factors: ``"expand"`` or ``"reduce"``.
         loss_average: What the loss is a mean of: ``"batch"``; ``"token"`` for batch and shared positions;
             ``None`` for a sum.
-        momentum: Momentum of the weights' update (α₂).
+        momentum: Momentum of the weights' update (α₂), and AdamW's β₁ unless ``betas`` says otherwise.
         weight_decay: Weight decay (γ).
         damping: Damping λ, relative to the mean curvature unless ``relative_damping`` is off.
         precond_lr: Step size β₁ of the factors, a number or a function of the number of updates so far.
         precond_momentum: Riemannian momentum α₁ of the factors; costs a second copy of them.
         precond_every: Steps from one update of the factors to the next (T).
-        factor_dtype: The factors' dtype; None takes the weight's.
+        factor_dtype: The factors' dtype; None takes the weight's (bfloat16 for float16).
         precond_warmup: For so many first steps the factors are updated every time, and β₁ starts high.
         max_factor_step: Bound on β₁ times the spectral norm of a factor's direction, or None.
         relative_damping: Whether ``damping`` is in units of the mean traces of U and G.
@@ -72,6 +75,9 @@ class NaturalGradient(ModelOptimizer):
         normalize_step: Whether a layer's update is scaled to a root mean square of ``lr``.
         max_relative_step: Bound on that root mean square in units of the weights' own, or None.
         decoupled_weight_decay: Whether weight decay acts beside the momentum, as in AdamW, not inside it.
+        maximize: Whether to climb instead of to descend.
+        stochastic_rounding: Whether bfloat16 parameters are rounded up or down at random, so that changes
+            that are too small for one rounding are not lost. Other dtypes are rounded as always.
         adamw: Settings of the AdamW groups where they differ: ``lr``, ``betas``, ``eps``, ``weight_decay``.
         fisher: Where the curvature comes from: ``"empirical"`` takes it from the loss's own backward pass,
             ``"separate"`` only from what is given to ``curvature_backward`` or done inside ``curvature``.
@@ -103,13 +109,15 @@ class NaturalGradient(ModelOptimizer):
         normalize_step: bool = True,
         max_relative_step: float | None = 0.03,
         decoupled_weight_decay: bool = True,
+        maximize: bool = False,
+        stochastic_rounding: bool = False,
         adamw: Mapping[str, Any] | None = None,
         fisher: str = "empirical",
     ) -> None:
         # Every keyword but adamw is the default of a group's setting of the same name.
         defaults = {k: v for k, v in locals().items() if k not in _NOT_SETTINGS}
         defaults |= {"structure": structure or self.default_structure, "precondition": True}
-        defaults |= {"betas": (0.9, 0.999), "eps": 1e-8}
+        defaults["eps"] = 1e-8  # no betas: torch's schedulers would drive those of AdamW instead of momentum
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"the first argument is the model itself, got {type(model).__name__}: write "
@@ -118,7 +126,7 @@ class NaturalGradient(ModelOptimizer):
         if fisher not in ("empirical", "separate"):
             raise ValueError(f"fisher must be 'empirical' or 'separate'; got {fisher!r}")
         self._fisher = fisher
-        self._curvature_pass: _CurvaturePass | None = None
+        self._begin_reports()
         inner = unwrapped(model)
         self._begin(inner, is_compiled(model))
         groups = trained_groups(inner, params)
@@ -128,10 +136,17 @@ class NaturalGradient(ModelOptimizer):
         self._attach(found)
         self._has_all_groups = True
 
+    def _begin_reports(self) -> None:
+        """What is kept neither in checkpoints nor in copies."""
+        self._curvature_pass: _CurvaturePass | None = None
+        self._reporter, self._loss_is_checked, self._steps_unseen = health.Reporter(), False, 0
+
     def _bind(self, layer: Layer) -> Pair:
         """The structures of a layer's factors, for its dimensions."""
+        return self._structures(layer, self._group(layer.weight))
+
+    def _structures(self, layer: Layer, group: Group) -> Pair:
         _, d_o, d_i = layer.shape
-        group = self._group(layer.weight)
         of_k, of_c = structure_pair(group["structure"])
         if layer.adapter.input_structure is not None:
             of_k = resolve(layer.adapter.input_structure)
@@ -147,16 +162,38 @@ class NaturalGradient(ModelOptimizer):
         return steps < group["precond_warmup"] or steps % group["precond_every"] == 0
 
     def _state_dtype(self, p: Tensor, key: str) -> torch.dtype:
-        factor_dtype = self._group(p)["factor_dtype"] or p.dtype
-        if key in TRACES:
+        factor_dtype = self._group(p)["factor_dtype"] or rules.keeping(p.dtype)
+        if key in NUMBERS or key in SIZES:
             return rules.computing(factor_dtype)
-        return factor_dtype if key in self.rule.keys else p.dtype
+        return factor_dtype if key in self.rule.keys else rules.keeping(p.dtype)
 
     def _fitting(self, layer: Layer, state: dict[str, Any]) -> dict[str, Any]:
         pairs = zip(self.rule.names, layer.structures, strict=True)
         if all(state[name].shape[-1] == s.numel for name, s in pairs if name in state):
             return state
         return {key: value for key, value in state.items() if key == "momentum_buffer"}
+
+    def diagnostics(self, conditions: bool = True) -> health.Diagnostics:
+        """The health of each layer: print it, or send its ``scalars()`` to a logger.
+
+        Without ``conditions`` it takes next to no time, and nothing waits for the device until the numbers
+        are looked at.
+        """
+        return health.diagnose(self, conditions)
+
+    def log_diagnostics(
+        self, to: Any, every: int = 100, *, prefix: str = "ingot/", conditions: bool = True
+    ) -> RemovableHandle:
+        """Send the diagnostics after every so many steps to a logger, until the returned handle is removed.
+
+        Args:
+            to: TensorBoard's ``SummaryWriter``, or a function that takes a dict of numbers and the step, such
+                as ``wandb.log`` or ``lambda scalars, step: fabric.log_dict(scalars, step)``.
+            every: Steps from one report to the next.
+            prefix: What the numbers' names begin with.
+            conditions: Whether the factors' conditions are estimated as well.
+        """
+        return health.log(self, to, every, prefix, conditions)
 
     def describe(self) -> Description:
         """A table of which parameter is trained how, by which structures, at what memory; print it."""
@@ -187,6 +224,8 @@ class NaturalGradient(ModelOptimizer):
             g = g.to(c.entries)
             use = Use(tap.adapter, tap.module, x, g, start=start, flipped=tap.flipped, constant=constant)
             sums = sums_of_use(self.rule.statistic, (k, c), use, group["approx"])
+        if not self._loss_is_checked:
+            self._check_loss(layer, use, group)
         terms = use.batch * use.places if group["loss_average"] == "token" else use.batch
         layer.pending = layer.pending or Pending()
         if self._curvature_pass is None:
@@ -246,51 +285,62 @@ class NaturalGradient(ModelOptimizer):
             for vector in vectors:
                 torch.autograd.grad(output, weights, vector, retain_graph=True, allow_unused=True)
 
+    def _check_loss(self, layer: Layer, use: Use, group: Group) -> None:
+        """See whether the first gradients at the model's end are those of a loss as it was declared."""
+        self._loss_is_checked = True
+        cancels = group["relative_damping"] and group["factor_start"] == "trace" and group["normalize_step"]
+        if not cancels and self._curvature_pass is None and not use.flipped:
+            other = health.other_average(use.gradients, group["loss_average"])
+            if other:
+                self._reporter.note("loss", layer.name, other)
+
     def _factors(self, layer: Layer, start: bool = False) -> dict[str, Tensor]:
         """A layer's factors in the precision that products are taken in; begun if there are none yet."""
         state = self.state[layer.weight]
         if start and self.rule.names[0] not in state:
-            state |= self._first_factors(layer, layer.weight.device)
-            state |= {"steps": 0, "updates": 0}
-        kept = (key for key in (*self.rule.keys, *TRACES) if key in state)
+            state |= self._first_state(layer, layer.weight.device)
+        kept = (key for key in (*self.rule.keys, *NUMBERS) if key in state)
         return {key: state[key].to(rules.computing(state[key].dtype)) for key in kept}
 
-    def _first_factors(self, layer: Layer, device: torch.device | str) -> dict[str, Tensor]:
-        dtype = self._group(layer.weight)["factor_dtype"] or layer.weight.dtype
-        return self.rule.start(layer.structures, torch.empty((), dtype=dtype, device=device), layer.shape[0])
+    def _first_state(self, layer: Layer, device: torch.device | str) -> dict[str, Any]:
+        like = torch.empty((), dtype=self._state_dtype(layer.weight, self.rule.keys[0]), device=device)
+        state = self.rule.start(layer.structures, like, layer.shape[0], self._settings(layer))
+        number = torch.zeros((), dtype=rules.computing(like.dtype), device=device)
+        return state | {key: number.clone() for key in SIZES} | {"steps": 0, "updates": 0}
 
     # --- Checkpoints ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and text; functions (a schedule, a structure of one's own) stay behind."""
-        saved = super().state_dict()
-        groups = saved["param_groups"]
-        saved["param_groups"] = [{k: v for k, v in group.items() if _is_plain(v)} for group in groups]
-        return saved
+        return checkpoints.packed(super().state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint, which is left as it is; functions stay those of this optimizer."""
-        before = self.param_groups
-        super().load_state_dict(state_dict)
-        for group, old in zip(self.param_groups, before, strict=True):
-            group |= {k: v for k, v in old.items() if k not in group}
-        # torch casts state to its parameter's dtype, which factors need not share, and keeps the caller's own
-        # tensors, which training would then change.
-        own_dtype = (*self.rule.keys, *TRACES)
-        saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
-        parameters = (p for group in self.param_groups for p in group["params"])
-        for i, p in zip(saved_ids, parameters, strict=True):
-            state, saved = self.state[p], state_dict["state"].get(i, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    state[key] = (saved[key] if key in own_dtype else value).to(p.device, copy=True)
+        """Continue from a checkpoint, which is left as it is.
+
+        Structures, the factors' dtype and functions stay those of this optimizer: factors of another
+        structure or dtype are converted. What cannot be loaded is refused before anything is changed.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        self._follow_model()
+        settings, states = checkpoints.unpacked(self, state_dict)
+        for group, new in zip(self.param_groups, settings, strict=True):
+            group |= new
+        self.state.clear()
+        self.state.update(states)
         for layer in self._layers.values():
             layer.pending = None
         self._refresh()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_fisher": self._fisher, "_curvature_pass": None}
+        return super().__getstate__() | {"_fisher": self._fisher}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._begin_reports()
+        super().__setstate__(state)
 
     # --- Step: factors, then weights --------------------------------------------------------------------
 
@@ -303,20 +353,56 @@ class NaturalGradient(ModelOptimizer):
                 loss = closure()
         self._follow_model()
         self._has_followed = False
+        if self._is_asked_for_state():
+            self._make_state()
+            return loss
         self._check_captured()
+        scale = loss_scale() if self._fisher == "empirical" else None
         done: set[Tensor] = set()
         for layer in self._layers.values():
             # A layer that was never captured (its module's forward was bypassed) has no factors: AdamW's.
             captured = self.rule.names[0] in self.state.get(layer.weight, {})
             if layer.weight.grad is not None and captured:
-                self._update_factors(layer)
-                self._step_layer(layer, layer.weight.grad)
+                self._update_factors(layer, scale)
+                self._step_layer(layer)
                 done.update(layer.parameters)
             layer.pending = None
         for group in self.param_groups:
             self._step_adamw(group, [p for p in group["params"] if p.grad is not None and p not in done])
         self._refresh()
+        self._look_back()
+        self._reporter.speak()
         return loss
+
+    def _look_back(self) -> None:
+        """Look for troubles once in a while on devices that nobody waits for."""
+        self._steps_unseen += 1
+        devices = {layer.weight.device.type for layer in self._layers.values()}
+        if self._steps_unseen < 100 or devices <= {"cpu"}:
+            return
+        self._steps_unseen = 0
+        kinds = {"skipped": "statistics", "dropped": "gradient"}
+        for name, numbers in self.diagnostics(conditions=False).layers.items():
+            for key, kind in kinds.items():
+                if key in numbers and float(numbers[key]) > 0:
+                    self._reporter.note(kind, name)
+
+    def _is_asked_for_state(self) -> bool:
+        """Whether this is the empty step by which torch.distributed.checkpoint lets state come to be."""
+        if self.state or not all(float(group["lr"]) == 0 for group in self.param_groups):
+            return False
+        return not any(p.grad.any() for p in self._group_index if p.grad is not None)
+
+    def _make_state(self) -> None:
+        for layer in self._layers.values():
+            if layer.weight.requires_grad:
+                self._factors(layer, start=True)
+                for p in layer.parameters:
+                    if self._group(p)["momentum"]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=rules.keeping(p.dtype))
+        parameters = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        in_layers = {p for layer in self._layers.values() for p in layer.parameters}
+        self.state.update({p: adamw_steps.start(p) for p in parameters if p not in in_layers})
 
     def _check_captured(self) -> None:
         """Say so where nothing at all was captured though it should have been."""
@@ -337,17 +423,24 @@ class NaturalGradient(ModelOptimizer):
                 stacklevel=4,
             )
 
-    def _update_factors(self, layer: Layer) -> None:
+    def _update_factors(self, layer: Layer, scale: Tensor | None) -> None:
         if layer.pending is None:
             return
-        group, state = self._group(layer.weight), self.state[layer.weight]
+        group, state, settings = self._group(layer.weight), self.state[layer.weight], self._settings(layer)
         _, d_o, d_i = layer.shape
-        seen = layer.pending.scaled(d_i, d_o, group["loss_average"] is not None)
+        seen = layer.pending.scaled(d_i, d_o, group["loss_average"] is not None, scale)
         dtype, factors = state[self.rule.names[0]].dtype, self._factors(layer)
         seen = Statistics(*(value.to(factors[self.rule.names[0]].dtype) for value in seen))
-        new = self.rule.update(layer.structures, factors, seen, self._settings(layer), state["updates"])
+        new = self.rule.update(layer.structures, factors, seen, settings, state["updates"])
+        refused = new["skipped"] > factors.get("skipped", 0)
         state |= {key: value.to(dtype) if key in self.rule.keys else value for key, value in new.items()}
         state["updates"] += 1
+        if _is_known(refused):
+            self._reporter.note("statistics", layer.name)
+        if settings.max_factor_step is None:
+            norms = [new[key] for key in rules.NORMS if key in new]
+            if norms and _is_known(torch.stack([settings.precond_lr * norm.amax() > 2 for norm in norms])):
+                self._reporter.note("rate", layer.name)
 
     def _settings(self, layer: Layer) -> Settings:
         """The numbers of a layer's coming factor update."""
@@ -359,17 +452,17 @@ class NaturalGradient(ModelOptimizer):
             rate = rules.warmed_rate(rate, updates)
         return Settings(rate, *(group[name] for name in Settings._fields[1:]))
 
-    def _step_layer(self, layer: Layer, gradient: Tensor) -> None:
+    def _step_layer(self, layer: Layer) -> None:
         state, module = self.state[layer.weight], layer.module
-        bias_gradient = None
-        if layer.bias is not None:
-            bias_gradient = layer.bias.grad if layer.bias.grad is not None else torch.zeros_like(layer.bias)
         factors = self._factors(layer)
-        matrix = layer.adapter.matrix(module, gradient, bias_gradient).to(factors[self.rule.names[0]].dtype)
+        gradients = [self._gradient(p) for p in layer.parameters]
+        matrix = layer.adapter.matrix(module, gradients[0], gradients[1] if layer.bias is not None else None)
+        matrix = matrix.to(factors[self.rule.names[0]].dtype)
         natural = self.rule.precondition(layer.structures, factors, matrix)
+        natural = self._trusted(layer, matrix, natural)
         updates = layer.adapter.parts(module, natural, layer.weight, layer.bias)
         for p in layer.parameters:  # which AdamW may have trained for a while
-            for key in _ADAMW_KEYS & self.state[p].keys():
+            for key in adamw_steps.KEYS & self.state[p].keys():
                 del self.state[p][key]
         moved = [(p, u) for p, u in zip(layer.parameters, updates, strict=True) if p.grad is not None]
         momenta = [self._momentum(p, update) for p, update in moved]
@@ -382,8 +475,45 @@ class NaturalGradient(ModelOptimizer):
             if sizes is not None:
                 length = rules.step_length(lr, *sizes, matrix.shape[-1], group["max_relative_step"])
             decay = lr * group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
-            rules.descend(p, momentum, length, decay)
+            value = p.to(rules.computing(p.dtype))
+            rules.descend(value, momentum, length, decay)
+            if value is not p:
+                rules.put(p, value, self._noise(p, state["steps"]))
         state["steps"] += 1
+
+    def _gradient(self, p: nn.Parameter) -> Tensor:
+        if p.grad is None:
+            return torch.zeros_like(p)
+        return -p.grad if self._group(p)["maximize"] else p.grad
+
+    def _trusted(self, layer: Layer, gradient: Tensor, natural: Tensor) -> Tensor:
+        """A natural gradient, or zero in the place of one that is not finite or out of all proportion."""
+        state, group = self.state[layer.weight], self._group(layer.weight)
+        size = rules.root_mean_square([natural])
+        if layer.pending is not None:
+            plain = rules.root_mean_square([gradient])
+            state["gain"] = size / plain.clamp_min(torch.finfo(plain.dtype).tiny)
+        trusted = size.isfinite()
+        if group["normalize_step"]:
+            trusted = rules.is_usual(size, state["size"], state["steps"])
+            state["size"] = rules.usual_size(state["size"], size, trusted)
+        if _is_known(trusted):
+            return natural
+        state["dropped"] = state["dropped"] + ~trusted
+        if _is_known(~trusted):
+            self._reporter.note("gradient", layer.name)
+        return natural.masked_fill(~trusted, 0.0)
+
+    def _noise(self, p: Tensor, step: int) -> torch.Generator | None:
+        """Random numbers to round a parameter with.
+
+        They depend on the parameter and the step alone, so that a resumed run goes on as it would have, and
+        replicas of a model stay the same.
+        """
+        if not self._group(p)["stochastic_rounding"] or p.dtype != torch.bfloat16:
+            return None
+        index = next(i for i, other in enumerate(self._group_index) if other is p)
+        return torch.Generator(p.device).manual_seed((step << 20) + index)
 
     def _momentum(self, p: nn.Parameter, update: Tensor) -> Tensor:
         """A parameter's momentum with the update added, and the weight decay where the paper adds it."""
@@ -393,7 +523,7 @@ class NaturalGradient(ModelOptimizer):
         if not group["momentum"]:
             return update
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p)
+            state["momentum_buffer"] = torch.zeros_like(p, dtype=rules.keeping(p.dtype))
         return rules.accumulate(state["momentum_buffer"], update, group["momentum"])
 
     def _step_adamw(self, group: Group, params: list[Tensor]) -> None:
@@ -403,27 +533,17 @@ class NaturalGradient(ModelOptimizer):
             if p.grad is not None and p.grad.is_sparse:
                 raise RuntimeError("gradients must be dense: build the embedding with sparse=False")
             if "exp_avg" not in self.state[p]:
-                zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                self.state[p] |= {"step": torch.zeros((), dtype=torch.float32)} | zeros
-        functional_adamw(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            exp_avgs=[self.state[p]["exp_avg"] for p in params],
-            exp_avg_sqs=[self.state[p]["exp_avg_sq"] for p in params],
-            max_exp_avg_sqs=[],
-            state_steps=[self.state[p]["step"] for p in params],
-            has_complex=any(p.is_complex() for p in params),
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+                self.state[p] |= adamw_steps.start(p)
+        bad = adamw_steps.step(params, [self.state[p] for p in params], group, self._noise)
+        if bad:
+            for name, p in named_parameters(self._watch.model).items():
+                if p in bad:
+                    self._reporter.note("gradient", name)
 
 
-_ADAMW_KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
+def _is_known(flag: Tensor) -> bool:
+    """Whether a flag is up, where that can be seen without waiting for a device."""
+    return flag.device.type == "cpu" and bool(flag.any())
 
 
 class _CurvaturePass:
@@ -434,10 +554,6 @@ class _CurvaturePass:
 
 
 _NOT_SETTINGS = ("self", "model", "params", "adamw", "fisher", "__class__")
-
-
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, tuple | list) else not callable(value)
 
 
 class SINGD(NaturalGradient):

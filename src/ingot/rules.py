@@ -23,6 +23,11 @@ def computing(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
+def keeping(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that state of parameters is kept in: float16's range is too small for curvature."""
+    return torch.bfloat16 if dtype == torch.float16 else dtype
+
+
 class Factor(NamedTuple):
     """One side of a layer: a structure and the entries of K or C."""
 
@@ -107,17 +112,60 @@ def spectral_norm(structure: Structure, m: Tensor, iterations: int = 3) -> Tenso
     return norm.squeeze(-1).sqrt()
 
 
-def bounded_rate(structure: Structure, m: Tensor, lr: float, max_step: float | None) -> Tensor | float:
+def bounded_rate(norm: Tensor, lr: float, max_step: float | None) -> Tensor | float:
     """β₁, lowered where β₁ |m|₂ would exceed ``max_step``, so that I - β₁ m stays well inside the group."""
     if max_step is None:
         return lr
-    norm = spectral_norm(structure, m)
     return (max_step / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(lr)
 
 
 def warmed_rate(lr: float, updates: int) -> float:
     """β₁ after so many updates: like a running mean in the beginning, then constant."""
     return max(lr, 1 / (updates + 2))
+
+
+# --- What must not enter the factors or the weights -----------------------------------------------------
+
+EXPLOSION = 1e6
+"""A batch whose tr(U) or tr(G) is so many times its moving average says nothing of the curvature."""
+
+OUTLIER = 1e3
+"""A natural gradient so many times its usual size says nothing of where to go."""
+
+NO_CURVATURE = 1e-30
+"""Traces below this are round-off. The factors that fit them could not be squared in float32."""
+
+SETTLED = 10
+"""From so many updates or steps on there is a usual size: branches that begin at zero grow fast at first."""
+
+PATIENCE = 3
+"""After so many refused updates in a row it is the factors that are wrong: they start anew."""
+
+MIN_DAMPING = 1e-6
+"""Relative damping is at least this, which bounds the condition of the factors even for λ = 0."""
+
+
+def is_finite(*entries: Tensor) -> Tensor:
+    """Whether all entries of these elements are finite, with squares that float32 can hold, ``[..., 1]``."""
+    sums = [e.square().sum(-1, keepdim=True).float() for e in entries]
+    return torch.stack(torch.broadcast_tensors(*sums)).isfinite().all(0)
+
+
+def has_exploded(average: Tensor, new: Tensor) -> Tensor:
+    """Whether a trace is beyond all that was seen, if anything was."""
+    return (average > 0) & (new > EXPLOSION * average)
+
+
+def is_usual(size: Tensor, usual: Tensor, steps: int) -> Tensor:
+    """Whether a natural gradient has a size that can be trusted: finite, and not far beyond the usual."""
+    is_outlier = (usual > 0) & (size > OUTLIER * usual) & (steps >= SETTLED)
+    return size.isfinite() & ~is_outlier
+
+
+def usual_size(usual: Tensor, size: Tensor, trusted: Tensor) -> Tensor:
+    """The moving average of sizes. One that is not trusted makes more usual: the next may be like it."""
+    risen = (100 * usual).clamp_max(torch.finfo(usual.dtype).max / 2 / OUTLIER)
+    return torch.where(trusted, torch.where(usual > 0, torch.lerp(usual, size, 0.1), size), risen)
 
 
 # --- The weight step ------------------------------------------------------------------------------------
@@ -136,6 +184,21 @@ def descend(weight: Tensor, momentum: Tensor, length: Tensor | float, decay: Ten
         weight.addcmul_(momentum.to(weight.dtype), length.to(weight.dtype), value=-1)
     else:
         weight.sub_(momentum, alpha=length)
+
+
+def put(target: Tensor, value: Tensor, generator: torch.Generator | None = None) -> None:
+    """Round a float32 value into a tensor of a shorter dtype.
+
+    With a generator, bfloat16 is rounded up or down at random so that the value is right in the mean:
+    a change that is too small to be seen by one rounding is then not lost.
+    """
+    if generator is not None and target.dtype == torch.bfloat16:
+        # bfloat16 is the upper half of float32: noise in the lower half carries over with the right chance.
+        noise = torch.randint(
+            1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=generator
+        )
+        value = (value.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
+    target.copy_(value)
 
 
 def root_mean_square(tensors: list[Tensor]) -> Tensor:
@@ -188,6 +251,15 @@ Dampings: TypeAlias = tuple[Tensor | float, Tensor | float]
 TRACES = ("trace_u", "trace_g")
 """The state's keys for the moving averages of tr(U) / d_i and tr(G) / d_o, kept where damping needs them."""
 
+COUNTS = ("skipped", "trouble")
+"""The state's keys for the number of factor updates that were refused, in all and lately in a row."""
+
+NORMS = ("norm_m_K", "norm_m_C")
+"""The state's keys for the spectral norms of the last directions, of the rules that have directions."""
+
+NUMBERS = (*TRACES, *COUNTS, *NORMS)
+"""All keys of single numbers for each matrix, which are kept in the dtype of the computation."""
+
 _NO_MOMENTUM = "{} has no Riemannian momentum: leave precond_momentum at 0, or choose SINGD, which has"
 
 
@@ -196,16 +268,20 @@ class Rule(ABC):
 
     The state of a layer is a dict of flat tensors. ``start`` and ``update`` return new tensors and change
     nothing. ``names`` are the state's keys for the K and the C side, ``keys`` those of all factors and
-    momenta, which are kept in the factors' dtype; ``TRACES`` are kept in that of the computation.
+    momenta, which are kept in the factors' dtype; ``NUMBERS`` are kept in that of the computation.
     """
 
     names: ClassVar[tuple[str, str]]
     keys: ClassVar[tuple[str, ...]]
+    numbers: ClassVar[tuple[str, ...]] = COUNTS
 
-    def start(self, structures: Pair, like: Tensor, batch: tuple[int, ...]) -> State:
-        """Identity factors."""
+    def start(self, structures: Pair, like: Tensor, batch: tuple[int, ...], settings: Settings) -> State:
+        """Identity factors, and zeros for what is averaged or counted."""
         pairs = zip(self.names, structures, strict=True)
-        return {name: s.identity_like(like).repeat(*batch, 1) for name, s in pairs}
+        state = {name: s.identity_like(like).repeat(*batch, 1) for name, s in pairs}
+        zero = torch.zeros((*batch, 1), dtype=computing(like.dtype), device=like.device)
+        numbers = (*TRACES, *self.numbers) if _needs_traces(settings) else self.numbers
+        return state | {key: zero.clone() for key in numbers}
 
     def check(self, structures: Pair, momentum: float) -> None:  # noqa: B027, most rules refuse nothing
         """Refuse what the rule cannot do, and say what can."""
@@ -218,21 +294,48 @@ class Rule(ABC):
     def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
         """The natural gradient of the layer's matrix."""
 
+    @abstractmethod
+    def preconditioners(self, structures: Pair, state: State) -> tuple[Factor, Factor]:
+        """What gradients are multiplied with: K and C, or KFAC's inverses."""
+
     def update(
         self, structures: Pair, state: State, seen: Statistics, settings: Settings, updates: int
     ) -> State:
-        """The state after a factor update, of which there have been ``updates`` so far."""
-        if not settings.relative_damping and settings.factor_start == "identity":
-            return self._updated(structures, state, seen, settings, (settings.damping, settings.damping))
-        traces = self._traces(state, seen, updates)
-        dampings = self._dampings(traces, settings)
-        alive, was_alive = _alive(traces), _alive(state)
+        """The state after a factor update, of which there have been ``updates`` so far.
+
+        Nothing that is not finite, or far beyond all that was seen, gets in: the factors stay as they are.
+        After repeated trouble they start anew.
+        """
+        new, alive, exploded = self._proposed(structures, state, seen, settings, updates)
+        sound = is_finite(*seen) & (is_finite(*new.values()) | ~alive) & ~exploded
+        skipped, trouble = (state.get(key, torch.zeros_like(seen.trace_u)) for key in COUNTS)
+        trouble = torch.where(sound, 0, trouble + 1)
+        anew = trouble >= PATIENCE
+        fresh = self.start(structures, new[self.names[0]], (), settings)
+        for key, value in new.items():
+            accepted = sound & alive if key in self.keys else sound
+            old = state.get(key, torch.zeros_like(value))
+            start = fresh.get(key, torch.zeros_like(value[..., :1]))
+            new[key] = torch.where(anew, start, torch.where(accepted, value, old))
+        return new | {"skipped": skipped + ~sound, "trouble": torch.where(anew, 0, trouble)}
+
+    def _proposed(
+        self, structures: Pair, state: State, seen: Statistics, settings: Settings, updates: int
+    ) -> tuple[State, Tensor, Tensor]:
+        """What the state would be, whether there is curvature to move by, and whether too much of it."""
+        if not _needs_traces(settings):
+            new = self._updated(structures, state, seen, settings, self.dampings(state, settings))
+            yes = torch.ones_like(seen.trace_u, dtype=torch.bool)
+            return new, yes, ~yes
+        old = {name: state.get(name, torch.zeros_like(seen.trace_u)) for name in TRACES}
+        traces = self._traces(old, seen, updates)
+        dampings, alive = self.dampings(traces, settings), _alive(traces)
         if settings.factor_start == "trace":
-            state, seen = self._begun(state, seen, traces, dampings, alive & ~was_alive)
-        new = self._updated(structures, state, seen, settings, dampings)
+            state, seen = self._begun(state, seen, traces, dampings, alive & ~_alive(old))
         # No curvature so far (a branch may begin at zero) says nothing of its scale: the factors wait.
-        kept = {key: state.get(key, torch.zeros_like(value)) for key, value in new.items()}
-        return traces | {key: torch.where(alive, value, kept[key]) for key, value in new.items()}
+        new = traces | self._updated(structures, state, seen, settings, dampings)
+        exploded = has_exploded(old["trace_u"], seen.trace_u) | has_exploded(old["trace_g"], seen.trace_g)
+        return new, alive, exploded & (updates >= SETTLED)
 
     @abstractmethod
     def _updated(
@@ -250,20 +353,26 @@ class Rule(ABC):
         """Moving averages of tr(U) / d_i and tr(G) / d_o."""
         rate = max(0.05, 1 / (updates + 1))
         pairs = zip(TRACES, (seen.trace_u, seen.trace_g), strict=True)
-        return {name: moving_average(state.get(name, new), new, rate) for name, new in pairs}
+        return {
+            name: torch.where(state[name] > 0, moving_average(state[name], new, rate), new)
+            for name, new in pairs
+        }
 
-    def _dampings(self, traces: State, settings: Settings) -> Dampings:
+    def dampings(self, traces: State, settings: Settings) -> Dampings:
         """λ for U and for G: as given, or in proportion to their traces so that the product is λ tr tr."""
         if not settings.relative_damping:
             return settings.damping, settings.damping
-        root = settings.damping**0.5
+        root = max(settings.damping, MIN_DAMPING) ** 0.5
         return root * traces["trace_u"], root * traces["trace_g"]
 
 
-def _alive(state: State) -> Tensor:
-    """Whether there has been any curvature, ``[..., 1]``."""
-    zero = torch.zeros(())
-    return (state.get("trace_u", zero) > 0) & (state.get("trace_g", zero) > 0)
+def _needs_traces(settings: Settings) -> bool:
+    return settings.relative_damping or settings.factor_start == "trace"
+
+
+def _alive(traces: State) -> Tensor:
+    """Whether there has been any curvature above round-off, ``[..., 1]``."""
+    return (traces["trace_u"] > NO_CURVATURE) & (traces["trace_g"] > NO_CURVATURE)
 
 
 @dataclass(frozen=True)
@@ -273,6 +382,13 @@ class InverseFree(Rule):
     adaptive: bool
     names = ("K", "C")
     keys = ("K", "C", "m_K", "m_C")
+    numbers = (*COUNTS, *NORMS)
+
+    def start(self, structures: Pair, like: Tensor, batch: tuple[int, ...], settings: Settings) -> State:
+        state = super().start(structures, like, batch, settings)
+        if settings.precond_momentum:
+            state |= {f"m_{name}": torch.zeros_like(state[name]) for name in self.names}
+        return state
 
     def check(self, structures: Pair, momentum: float) -> None:
         if momentum and not self.adaptive:
@@ -281,9 +397,11 @@ class InverseFree(Rule):
     def statistic(self, factor: Factor, x: Tensor) -> Tensor:
         return curvature(factor, x)
 
+    def preconditioners(self, structures: Pair, state: State) -> tuple[Factor, Factor]:
+        return Factor(structures[0], state["K"]), Factor(structures[1], state["C"])
+
     def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
-        k, c = (Factor(s, state[name]) for s, name in zip(structures, self.names, strict=True))
-        return natural_gradient(k, c, gradient)
+        return natural_gradient(*self.preconditioners(structures, state), gradient)
 
     def _begun(
         self, state: State, seen: Statistics, traces: State, dampings: Dampings, begins: Tensor
@@ -297,7 +415,7 @@ class InverseFree(Rule):
     def _updated(
         self, structures: Pair, state: State, seen: Statistics, settings: Settings, dampings: Dampings
     ) -> State:
-        k, c = (Factor(s, state[name]) for s, name in zip(structures, self.names, strict=True))
+        k, c = self.preconditioners(structures, state)
         if self.adaptive:
             damping = dampings[0] * dampings[1] if settings.relative_damping else settings.damping
             directions = ingd(k, c, seen.k, seen.c, damping)
@@ -308,7 +426,8 @@ class InverseFree(Rule):
             if settings.precond_momentum:
                 old = state.get(f"m_{name}", torch.zeros_like(m))
                 m = new[f"m_{name}"] = settings.precond_momentum * old + m
-            rate = bounded_rate(factor.structure, m, settings.precond_lr, settings.max_factor_step)
+            norm = new[f"norm_m_{name}"] = spectral_norm(factor.structure, m)
+            rate = bounded_rate(norm, settings.precond_lr, settings.max_factor_step)
             new[name] = move(factor, m, rate)
         return new
 
@@ -330,16 +449,19 @@ class Inverting(Rule):
         if momentum:
             raise ValueError(_NO_MOMENTUM.format("KFAC"))
 
-    def start(self, structures: Pair, like: Tensor, batch: tuple[int, ...]) -> State:
-        state = super().start(structures, like, batch)
-        return state | {f"{name}_inverse": entries.clone() for name, entries in state.items()}
+    def start(self, structures: Pair, like: Tensor, batch: tuple[int, ...], settings: Settings) -> State:
+        state = super().start(structures, like, batch, settings)
+        return state | {f"{name}_inverse": state[name].clone() for name in self.names}
 
     def statistic(self, factor: Factor, x: Tensor) -> Tensor:
         return factor.structure.gram(x)
 
-    def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
+    def preconditioners(self, structures: Pair, state: State) -> tuple[Factor, Factor]:
         k, c = (Factor(s, state[f"{name}_inverse"]) for s, name in zip(structures, self.names, strict=True))
-        return kfac_gradient(k, c, gradient)
+        return k, c
+
+    def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
+        return kfac_gradient(*self.preconditioners(structures, state), gradient)
 
     def _begun(
         self, state: State, seen: Statistics, traces: State, dampings: Dampings, begins: Tensor

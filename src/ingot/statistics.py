@@ -92,10 +92,15 @@ class Pending:
         self._terms_of_pass += new
         self._terms += new
 
-    def scaled(self, d_i: int, d_o: int, loss_is_mean: bool) -> Statistics:
-        """U as a mean, G in the scale of the whole loss, of all uses together."""
+    def scaled(self, d_i: int, d_o: int, loss_is_mean: bool, scale: Tensor | None = None) -> Statistics:
+        """U as a mean, G in the scale of the whole loss, of all uses together.
+
+        ``scale`` is what the loss was multiplied with for the backward pass, if it was.
+        """
         power = int(loss_is_mean) if self._power is None else self._power
-        of_g = float(self._terms) ** power
+        of_g: Tensor | float = float(self._terms) ** power
+        if scale is not None:
+            of_g = of_g / scale.to(next(iter(self._sums.values())).c.device).square()
         straight, flipped = (self._sums.get(side) for side in (False, True))
         found = []
         if straight is not None:

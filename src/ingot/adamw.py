@@ -1,0 +1,79 @@
+"""AdamW for the parameters without factors: torch's own, for every dtype, and safe from bad gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from ingot import rules
+from ingot.groups import Group
+
+KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
+"""The keys of a parameter's state, named as torch's AdamW names them."""
+
+State = dict[str, Any]
+Noise = Callable[[Tensor, int], "torch.Generator | None"]
+"""For a parameter and a step: the random numbers that it is rounded with, if it is to be."""
+
+
+def start(p: Tensor) -> State:
+    """The state before the first step."""
+    zeros = torch.zeros_like(p, dtype=rules.keeping(p.dtype))
+    return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+
+
+def step(params: list[Tensor], states: list[State], group: Group, noise: Noise) -> set[Tensor]:
+    """Take a step with the parameters' gradients; returns those whose gradients are known to be bad.
+
+    Numbers of a shorter dtype are computed with in float32 and rounded once. A gradient that is not finite
+    counts as zero.
+    """
+    kept = [params, *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))]
+    values = [[tensor.to(rules.computing(tensor.dtype)) for tensor in tensors] for tensors in kept]
+    gradients = [
+        p.grad.to(value.dtype) for p, value in zip(params, values[0], strict=True) if p.grad is not None
+    ]
+    gradients, bad = _finite(gradients, states)
+    adamw(
+        values[0],
+        gradients,
+        exp_avgs=values[1],
+        exp_avg_sqs=values[2],
+        max_exp_avg_sqs=[],
+        state_steps=[state["step"] for state in states],
+        has_complex=any(p.is_complex() for p in params),
+        amsgrad=False,
+        beta1=betas(group)[0],
+        beta2=betas(group)[1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+    for tensors, computed in zip(kept, values, strict=True):
+        for index, (tensor, value) in enumerate(zip(tensors, computed, strict=True)):
+            if value is not tensor:
+                is_parameter = tensors is params
+                rules.put(tensor, value, noise(tensor, int(states[index]["step"])) if is_parameter else None)
+    return {params[index] for index in bad}
+
+
+def betas(group: Group) -> tuple[float, float]:
+    """β₁ and β₂. The first is the layers' momentum if nothing else is said: schedulers drive both as one."""
+    return group["betas"] if group.get("betas") else (group["momentum"], 0.999)
+
+
+def _finite(gradients: list[Tensor], states: list[State]) -> tuple[list[Tensor], list[int]]:
+    """Gradients with zeros in place of those that are not finite, and where these are, as far as is known."""
+    finite = [norm.isfinite() for norm in torch._foreach_norm(gradients)]
+    known = all(flag.device.type == "cpu" for flag in finite)  # elsewhere it is not worth waiting for
+    if known and bool(torch.stack(finite).all()):
+        return gradients, []
+    for state, flag in zip(states, finite, strict=True):
+        state["dropped"] = state.get("dropped", torch.zeros_like(flag, dtype=torch.float32)) + ~flag
+    bad = [index for index, flag in enumerate(finite) if not flag] if known else []
+    return [torch.where(flag, g, 0) for flag, g in zip(finite, gradients, strict=True)], bad

@@ -1,0 +1,224 @@
+"""Checkpoints: what is saved, and what is refused or converted before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ingot import adamw
+from ingot.conversion import converted
+from ingot.groups import Group, check_group
+from ingot.model import Layer, named_parameters
+from ingot.rules import NUMBERS, Pair
+
+if TYPE_CHECKING:
+    from ingot.optimizer import NaturalGradient
+
+FORMAT = 1
+"""The number of the layout. It goes up when an older version could not read what is saved."""
+
+COUNTERS = ("steps", "updates")
+"""The state's keys for numbers of steps: whole numbers while training, tensors in a checkpoint."""
+
+SIZES = ("size", "gain", "dropped")
+"""The state's keys for the usual size of a layer's natural gradient, that size in units of the plain
+gradient's, and how many gradients were not to be trusted."""
+
+_KEPT = frozenset({"params", "structure", "factor_dtype", "precondition"})
+"""Settings that stay those of the optimizer that loads: they say how its state is laid out."""
+
+
+def packed(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state_dict with state of tensors alone, and settings that are no functions."""
+    states = {
+        index: {key: torch.tensor(v) if isinstance(v, int) else v for key, v in state.items()}
+        for index, state in state_dict["state"].items()
+    }
+    groups = [{k: v for k, v in group.items() if _is_plain(v)} for group in state_dict["param_groups"]]
+    return state_dict | {"state": states, "param_groups": [group | {"format": FORMAT} for group in groups]}
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple | list) else not callable(value)
+
+
+def unpacked(optimizer: NaturalGradient, state_dict: Any) -> tuple[list[Group], dict[Tensor, dict[str, Any]]]:
+    """Settings for each group and state for each parameter of an optimizer; a ValueError if they do not fit.
+
+    All tensors are copies.
+    """
+    groups = _groups(optimizer, state_dict)
+    names = {p: name for name, p in named_parameters(optimizer._watch.model).items()}
+    states: dict[Tensor, dict[str, Any]] = {}
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for p, index in zip(group["params"], saved["params"], strict=True):
+            if index in state_dict["state"]:
+                reader = _Reader(optimizer, p, names.get(p, str(index)), saved)
+                states[p] = reader.read(state_dict["state"][index])
+    return [{k: v for k, v in saved.items() if k not in _KEPT} for saved in groups], states
+
+
+# --- Groups ---------------------------------------------------------------------------------------------
+
+
+def _groups(optimizer: NaturalGradient, state_dict: Any) -> list[Group]:
+    """The groups of a checkpoint, if it is one, and of an optimizer like this one."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        found = list(state_dict)[:8] if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(
+            "this is no checkpoint of an optimizer: give what optimizer.state_dict() returned, with 'state' "
+            f"and 'param_groups'; got {found!r}"
+        )
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(states, Mapping) or not _is_list_of_groups(groups):
+        raise ValueError("the checkpoint is damaged: its groups or its state are not what they should be")
+    mine = optimizer.param_groups
+    sizes, my_sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in mine]
+    if sizes != my_sizes:
+        raise ValueError(
+            f"the checkpoint has groups of {sizes} parameters and this optimizer of {my_sizes}: make it for "
+            "the same model with the same groups, with parameters frozen as they were then"
+        )
+    indices = [index for group in groups for index in group["params"]]
+    if len(set(indices)) < len(indices) or not set(states) <= set(indices):
+        raise ValueError("the checkpoint is damaged: its state does not belong to its parameters one to one")
+    return [_settings(group, saved) for group, saved in zip(mine, groups, strict=True)]
+
+
+def _is_list_of_groups(groups: Any) -> bool:
+    return isinstance(groups, list | tuple) and all(
+        isinstance(group, Mapping)
+        and isinstance(group.get("params"), list | tuple)
+        and all(isinstance(index, int | str) for index in group["params"])
+        for group in groups
+    )
+
+
+def _settings(group: Group, saved: Mapping[str, Any]) -> Group:
+    """The settings of a saved group, which must make sense in the place of this one's."""
+    saved = dict(saved)
+    number = saved.pop("format", 0)
+    if not isinstance(number, int) or number > FORMAT:
+        raise ValueError(
+            f"the checkpoint has format {number!r} and this version of ingot reads up to {FORMAT}: upgrade "
+            "ingot, a newer version made it"
+        )
+    if "precond_every" not in saved:
+        raise ValueError(
+            "the checkpoint is that of another optimizer, whose state means something else: load the model's "
+            "weights alone, and start this optimizer afresh"
+        )
+    if not all(_is_plain(value) for value in saved.values()):
+        raise ValueError("the checkpoint has functions among its settings, which are never loaded")
+    try:
+        check_group(group | {k: v for k, v in saved.items() if k not in _KEPT})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the checkpoint has a setting that makes no sense: {error}") from None
+    return saved
+
+
+# --- State ----------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Reads the state of one parameter."""
+
+    def __init__(self, optimizer: NaturalGradient, p: Tensor, name: str, group: Group) -> None:
+        self._optimizer, self._rule = optimizer, optimizer.rule
+        self._p, self._name, self._group = p, name, group
+        self._layer = next((layer for layer in optimizer._layers.values() if layer.weight is p), None)
+        self._with_layer = any(p is q for layer in optimizer._layers.values() for q in layer.parameters)
+
+    def read(self, saved: Any) -> dict[str, Any]:
+        """A copy of the state, checked, and converted to what this optimizer keeps."""
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"the checkpoint is damaged: the state of {self._name!r} is {saved!r}")
+        if self._layer is not None and self._rule.names[0] in saved:
+            return self._of_layer(self._layer, saved)
+        momentum = {"momentum_buffer": self._p.shape} if self._with_layer else {}
+        if "exp_avg" in saved:
+            shapes = {"exp_avg": self._p.shape, "exp_avg_sq": self._p.shape, "step": torch.Size()}
+            return self._checked(saved, momentum | shapes, adamw.KEYS)
+        return self._checked(saved, momentum, frozenset())
+
+    def _of_layer(self, layer: Layer, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a layer with factors. Numbers that are missing begin at zero."""
+        lead = layer.shape[0]
+        first = self._optimizer._first_state(layer, layer.weight.device)
+        structures = self._saved_structures(layer, saved)
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(NUMBERS, (*lead, 1))
+        shapes |= dict.fromkeys((*SIZES, *COUNTERS), ()) | {"momentum_buffer": self._p.shape}
+        sides = {"K": structures[0], "C": structures[1]}
+        shapes |= {key: (*lead, sides[_side(key)].numel) for key in self._rule.keys}
+        required = frozenset({key for key in first if key in self._rule.keys} - {"m_K", "m_C"} | {*COUNTERS})
+        state = self._checked(saved, shapes, required)
+        if structures != layer.structures:
+            settings = self._optimizer._settings(layer)
+            try:
+                factors = converted(self._rule, structures, layer.structures, state, settings)
+            except ValueError as error:
+                raise ValueError(f"layer {layer.name!r}: {error}") from None
+            state = {key: value for key, value in state.items() if key not in self._rule.keys}
+            state |= {key: value.to(first[key].dtype) for key, value in factors.items()}
+        return first | state
+
+    def _saved_structures(self, layer: Layer, saved: Mapping[str, Any]) -> Pair:
+        """The structures of a checkpoint's factors, which its settings tell unless they were functions."""
+        if "structure" in self._group:
+            try:
+                return self._optimizer._structures(layer, self._group)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"the checkpoint has a structure that makes no sense: {error}") from None
+        for structure, key in zip(layer.structures, self._rule.names, strict=True):
+            if getattr(saved.get(key), "shape", [None])[-1:] != (structure.numel,):
+                raise ValueError(
+                    f"layer {layer.name!r}: the checkpoint's structures were functions, which are not saved, "
+                    "and others than this optimizer's: give it the same ones"
+                )
+        return layer.structures
+
+    def _checked(
+        self, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], required: frozenset[str]
+    ) -> dict[str, Any]:
+        """Copies of the tensors, if they are what they should be."""
+        missing = sorted(required - saved.keys())
+        if missing:
+            raise ValueError(f"the checkpoint is damaged: {self._name!r} has no {', '.join(missing)}")
+        shapes = {"dropped": (), **shapes}
+        state: dict[str, Any] = {}
+        for key, value in saved.items():
+            if isinstance(value, int) and key in COUNTERS:  # as older versions saved them
+                value = torch.tensor(value)
+            if not isinstance(value, Tensor) or key not in shapes or value.shape != shapes[key]:
+                raise ValueError(self._misfit(key, value, shapes.get(key)))
+            whole = key in COUNTERS
+            if value.dtype.is_floating_point == whole and not value.is_complex():
+                raise ValueError(
+                    f"the checkpoint is damaged: {key!r} of {self._name!r} is of the type {value.dtype}"
+                )
+            if not bool(value.isfinite().all()) or (whole and int(value) < 0):
+                raise ValueError(f"the checkpoint is damaged: {key!r} of {self._name!r} is out of range")
+            state[key] = int(value) if whole else self._copy(key, value)
+        return state
+
+    def _copy(self, key: str, value: Tensor) -> Tensor:
+        if key == "step":  # which torch wants to have at hand
+            return value.to("cpu", copy=True)
+        return value.to(self._p.device, self._optimizer._state_dtype(self._p, key), copy=True)
+
+    def _misfit(self, key: Any, value: Any, shape: tuple[int, ...] | None) -> str:
+        found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+        wanted = "nothing" if shape is None else f"a tensor of shape {list(shape)}"
+        return (
+            f"the checkpoint has {key!r} for {self._name!r} with the {found}, where {wanted} was expected: "
+            f"it is damaged, or that of another model, or of an optimizer other than "
+            f"{type(self._optimizer).__name__}; whether a bias was frozen matters as well"
+        )
+
+
+def _side(key: str) -> str:
+    """Whose key it is: "m_K" is K's, "S_C_inverse" is C's."""
+    return "K" if "K" in key else "C"
