@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ingot
-from ingot import rules
+from ingot import rules, stability
 from ingot.structures import bind, parse, registered
 from tests.reference import inputs_and_gradients
 
@@ -189,7 +189,7 @@ def test_spectral_norm_also_of_matrices_that_are_not_symmetric(structure):
         s = bind(parse(structure), dim)
         m = torch.randn(4, s.numel)
         exact = torch.linalg.matrix_norm(s.dense(m), 2).unsqueeze(-1)
-        rough, close = rules.spectral_norm(s, m), rules.spectral_norm(s, m, iterations=300)
+        rough, close = stability.spectral_norm(s, m), stability.spectral_norm(s, m, iterations=300)
         assert rough.shape == (4, 1)
         assert (rough <= exact * (1 + 1e-9)).all()
         assert (rough >= 0.5 * exact).all()
@@ -199,21 +199,21 @@ def test_spectral_norm_also_of_matrices_that_are_not_symmetric(structure):
 def test_spectral_norm_of_a_nilpotent_matrix():
     """Power iteration on m itself would give 0 here, and bound nothing."""
     s = bind(parse("triu"), 2)
-    torch.testing.assert_close(rules.spectral_norm(s, torch.tensor([0.0, 5.0, 0.0])), torch.tensor([5.0]))
+    torch.testing.assert_close(stability.spectral_norm(s, torch.tensor([0.0, 5.0, 0.0])), torch.tensor([5.0]))
 
 
 def test_bounded_rate():
     s = bind(parse("diagonal"), 3)
     m = torch.tensor([[4.0, 1.0, 1.0], [0.1, 0.1, 0.1], [0.0, 0.0, 0.0]])
-    norm = rules.spectral_norm(s, m)
-    rate = rules.bounded_rate(norm, lr=0.5, max_step=0.5)
+    norm = stability.spectral_norm(s, m)
+    rate = stability.bounded_rate(norm, lr=0.5, max_step=0.5)
     assert rate[1:].tolist() == [[0.5], [0.5]]
     assert 0.125 <= rate[0].item() < 0.15
-    assert rules.bounded_rate(norm, lr=0.5, max_step=None) == 0.5
+    assert stability.bounded_rate(norm, lr=0.5, max_step=None) == 0.5
 
 
 def test_warm_up_of_the_factor_rate():
-    assert [rules.warmed_rate(0.1, n) for n in (0, 1, 8, 1000)] == [1 / 2, 1 / 3, 0.1, 0.1]
+    assert [stability.warmed_rate(0.1, n) for n in (0, 1, 8, 1000)] == [1 / 2, 1 / 3, 0.1, 0.1]
 
 
 @given(
@@ -227,13 +227,13 @@ def test_step_length(lr, scale, weight, relative):
     """Whatever the momentum's scale, weights change by lr, or by a share of themselves if that is less."""
     momentum = scale * torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weight_rms = torch.tensor(weight, dtype=torch.float64)
-    length = rules.step_length(lr, rules.root_mean_square([momentum]), weight_rms, 5, relative)
-    change = rules.root_mean_square([length * momentum]).item()
+    length = stability.step_length(lr, stability.root_mean_square([momentum]), weight_rms, 5, relative)
+    change = stability.root_mean_square([length * momentum]).item()
     bound = math.inf if relative is None else relative * max(weight, 15**-0.5)
     assert change == pytest.approx(min(lr, bound), rel=1e-5)
 
 
 def test_no_momentum_no_step():
     assert torch.isfinite(
-        rules.step_length(0.1, torch.tensor(0.0), torch.tensor(1.0), 5, 0.03) * torch.zeros(3)
+        stability.step_length(0.1, torch.tensor(0.0), torch.tensor(1.0), 5, 0.03) * torch.zeros(3)
     ).all()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ingot import rules
 from ingot.groups import Group
+from ingot.precision import computing, keeping, put
 
 KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 """The keys of a parameter's state, named as torch's AdamW names them."""
@@ -22,7 +22,7 @@ Noise = Callable[[Tensor, int], "torch.Generator | None"]
 
 def start(p: Tensor) -> State:
     """The state before the first step."""
-    zeros = torch.zeros_like(p, dtype=rules.keeping(p.dtype))
+    zeros = torch.zeros_like(p, dtype=keeping(p.dtype))
     return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
@@ -33,7 +33,7 @@ def step(params: list[Tensor], states: list[State], group: Group, noise: Noise) 
     counts as zero.
     """
     kept = [params, *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))]
-    values = [[tensor.to(rules.computing(tensor.dtype)) for tensor in tensors] for tensors in kept]
+    values = [[tensor.to(computing(tensor.dtype)) for tensor in tensors] for tensors in kept]
     gradients = [
         p.grad.to(value.dtype) for p, value in zip(params, values[0], strict=True) if p.grad is not None
     ]
@@ -58,7 +58,7 @@ def step(params: list[Tensor], states: list[State], group: Group, noise: Noise) 
         for index, (tensor, value) in enumerate(zip(tensors, computed, strict=True)):
             if value is not tensor:
                 is_parameter = tensors is params
-                rules.put(tensor, value, noise(tensor, int(states[index]["step"])) if is_parameter else None)
+                put(tensor, value, noise(tensor, int(states[index]["step"])) if is_parameter else None)
     return {params[index] for index in bad}
 
 

@@ -12,13 +12,12 @@ from ingot.rules import (
     Rule,
     Settings,
     State,
-    bounded_rate,
     curvature,
     damped_inverse,
     direction,
     move,
-    spectral_norm,
 )
+from ingot.stability import bounded_rate, spectral_norm
 from ingot.structures import Structure
 
 LARGEST = 8192

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from ingot.model import Layer, named_parameters
-from ingot.rules import EXPLOSION, NORMS, OUTLIER, Factor, computing, is_finite
+from ingot.precision import computing
+from ingot.rules import NORMS, Factor
+from ingot.stability import EXPLOSION, OUTLIER, is_finite
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -165,14 +167,30 @@ class Reporter:
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], dict[str, None]] = {}
         self._said: set[tuple[str, str]] = set()
+        self._steps_unseen = 0
 
     def note(self, kind: str, name: str, detail: str = "") -> None:
         """Remember a trouble of a layer or parameter."""
         if (kind, name) not in self._said:
             self._found.setdefault((kind, detail), {})[name] = None
 
-    def speak(self) -> None:
+    def after_step(self, optimizer: NaturalGradient) -> None:
         """Warn of what is new. This comes last in a step, since a warning may be made an error."""
+        self._steps_unseen += 1
+        # Nothing is noted where that would mean to wait for a device: it is looked up once in a while.
+        on_cpu = all(weight.device.type == "cpu" for weight in optimizer._layers)
+        if self._steps_unseen >= 100 and not on_cpu:
+            self._steps_unseen = 0
+            self._look_up(optimizer.diagnostics(conditions=False))
+        self._speak()
+
+    def _look_up(self, diagnostics: Diagnostics) -> None:
+        for name, numbers in diagnostics.layers.items():
+            for key, kind in (("skipped", "statistics"), ("dropped", "gradient")):
+                if key in numbers and float(numbers[key]) > 0:
+                    self.note(kind, name)
+
+    def _speak(self) -> None:
         found, self._found = self._found, {}
         self._said |= {(kind, name) for (kind, _), names in found.items() for name in names}
         for (kind, detail), names in found.items():
@@ -183,7 +201,7 @@ class Reporter:
                 f"{_MESSAGES[kind].format(listed, detail)} This is said once for each layer; "
                 "optimizer.diagnostics() has the numbers.",
                 HealthWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -12,17 +11,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ingot import adamw as adamw_steps
-from ingot import checkpoints, health, rules
-from ingot import fisher as curvature_of_losses
-from ingot.capture import Tap
+from ingot import checkpoints, health, rules, stability
 from ingot.checkpoints import SIZES
+from ingot.collecting import CollectingOptimizer
 from ingot.description import Description, describe
 from ingot.groups import Group, Params, separate_adamw, structure_pair, trained_groups
 from ingot.model import Layer, find_layers, is_compiled, named_parameters, unwrapped
-from ingot.model_optimizer import ModelOptimizer, preconditionable
-from ingot.rules import NUMBERS, Factor, InverseFree, Inverting, Pair, Rule, Settings, Statistics
+from ingot.model_optimizer import preconditionable
+from ingot.precision import computing, keeping, put
+from ingot.rules import NUMBERS, InverseFree, Inverting, Pair, Rule, Settings, Statistics
 from ingot.scaling import loss_scale
-from ingot.statistics import Pending, Use, sums_of_use
 from ingot.structures import Factory, bind, resolve
 
 StructureLike: TypeAlias = str | Factory
@@ -39,7 +37,7 @@ PAPER: Mapping[str, Any] = {
 """Keyword values under which every optimizer takes exactly the paper's step: ``SINGD(model, **PAPER)``."""
 
 
-class NaturalGradient(ModelOptimizer):
+class NaturalGradient(CollectingOptimizer):
     """The family's common optimizer; ``SINGD``, ``INGD``, ``IKFAC`` and ``KFAC`` say which rule it follows.
 
     Linear layers, convolutions, embeddings and attention are preconditioned, weight and bias together as one
@@ -125,8 +123,7 @@ class NaturalGradient(ModelOptimizer):
             )
         if fisher not in ("empirical", "separate"):
             raise ValueError(f"fisher must be 'empirical' or 'separate'; got {fisher!r}")
-        self._fisher = fisher
-        self._begin_reports()
+        self._begin_collecting(fisher)
         inner = unwrapped(model)
         self._begin(inner, is_compiled(model))
         groups = trained_groups(inner, params)
@@ -135,11 +132,6 @@ class NaturalGradient(ModelOptimizer):
         super().__init__(separate_adamw(groups, preconditioned, dict(adamw or {})), defaults)
         self._attach(found)
         self._has_all_groups = True
-
-    def _begin_reports(self) -> None:
-        """What is kept neither in checkpoints nor in copies."""
-        self._curvature_pass: _CurvaturePass | None = None
-        self._reporter, self._loss_is_checked, self._steps_unseen = health.Reporter(), False, 0
 
     def _bind(self, layer: Layer) -> Pair:
         """The structures of a layer's factors, for its dimensions."""
@@ -162,10 +154,10 @@ class NaturalGradient(ModelOptimizer):
         return steps < group["precond_warmup"] or steps % group["precond_every"] == 0
 
     def _state_dtype(self, p: Tensor, key: str) -> torch.dtype:
-        factor_dtype = self._group(p)["factor_dtype"] or rules.keeping(p.dtype)
+        factor_dtype = self._group(p)["factor_dtype"] or keeping(p.dtype)
         if key in NUMBERS or key in SIZES:
-            return rules.computing(factor_dtype)
-        return factor_dtype if key in self.rule.keys else rules.keeping(p.dtype)
+            return computing(factor_dtype)
+        return factor_dtype if key in self.rule.keys else keeping(p.dtype)
 
     def _fitting(self, layer: Layer, state: dict[str, Any]) -> dict[str, Any]:
         pairs = zip(self.rule.names, layer.structures, strict=True)
@@ -199,100 +191,7 @@ class NaturalGradient(ModelOptimizer):
         """A table of which parameter is trained how, by which structures, at what memory; print it."""
         return describe(self, self._watch.model, self._layers)
 
-    # --- Backward: statistics come in -------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _collect(self, tap: Tap, x: Tensor, g: Tensor, start: int, backward_pass: object) -> None:
-        """Add the statistics of one use of a layer in one backward pass."""
-        if self._paused or (self._fisher == "separate" and self._curvature_pass is None):
-            return
-        if not g.numel():  # an empty batch, such as that of an expert without tokens
-            return
-        weight = tap.adapter.weight(tap.module)
-        if not self._has_followed or weight not in self._layers:
-            self._follow_model()
-        if weight is None or weight not in self._layers:
-            return
-        layer = self._layers[weight]
-        group, factors = self._group(weight), self._factors(layer, start=True)
-        k, c = (Factor(s, factors[name]) for s, name in zip(layer.structures, self.rule.names, strict=True))
-        constant = None
-        if layer.bias is not None:  # which a tied module need not have
-            constant = float(not tap.flipped and tap.adapter.bias(tap.module) is layer.bias)
-        with torch.autocast(x.device.type, enabled=False):
-            x = x.to(k.entries) if x.is_floating_point() else x.to(k.entries.device)
-            g = g.to(c.entries)
-            use = Use(tap.adapter, tap.module, x, g, start=start, flipped=tap.flipped, constant=constant)
-            sums = sums_of_use(self.rule.statistic, (k, c), use, group["approx"])
-        if not self._loss_is_checked:
-            self._check_loss(layer, use, group)
-        terms = use.batch * use.places if group["loss_average"] == "token" else use.batch
-        layer.pending = layer.pending or Pending()
-        if self._curvature_pass is None:
-            layer.pending.add(sums, tap.flipped, terms, backward_pass)
-        else:
-            given = self._curvature_pass
-            layer.pending.add(sums, tap.flipped, given.terms or terms, given, given.power)
-
-    @property
-    def wants_curvature(self) -> bool:
-        """Whether the coming step updates factors."""
-        return self._watch.has_open_taps
-
-    def curvature(self) -> AbstractContextManager[None]:
-        """With ``fisher="separate"``: the backward passes within are those that statistics are taken from.
-
-        Together they count as one backward pass of the loss, in whose place they are, with the same means.
-        Use ``torch.autograd.grad``, which leaves the parameters' gradients alone.
-        """
-        return self._curvature(_CurvaturePass())
-
-    @contextmanager
-    def _curvature(self, this_pass: _CurvaturePass) -> Iterator[None]:
-        if self._fisher != "separate":
-            raise RuntimeError(
-                "statistics come from every backward pass already: make the optimizer with fisher='separate'"
-            )
-        self._curvature_pass = this_pass
-        try:
-            yield
-        finally:
-            self._curvature_pass = None
-
-    def curvature_backward(
-        self, output: Tensor, loss: str, *, samples: int | None = 1, reduction: str = "mean", dim: int = -1
-    ) -> None:
-        """Take the statistics from the loss's curvature at the model's output instead of from its gradient.
-
-        It is the Fisher information by sampled targets, or the generalised Gauss-Newton matrix with
-        ``samples=None``. To be called between the forward pass and ``loss.backward()``; does nothing where
-        the coming step updates no factors.
-
-        Args:
-            output: The model's output, before any softmax.
-            loss: ``"cross_entropy"``, ``"binary_cross_entropy"`` (of logits) or ``"mse"``.
-            samples: How many targets to draw for each output, or None for the exact curvature, which takes
-                one backward pass for each dimension of the output.
-            reduction: Whether the loss is a ``"mean"`` or a ``"sum"``.
-            dim: The dimension of classes or of the values of one prediction.
-        """
-        outputs = output.numel() // output.shape[dim]
-        with self._curvature(_CurvaturePass(outputs, -1 if reduction == "mean" else 0)):
-            vectors = curvature_of_losses.directions(output.detach(), loss, samples, reduction, dim)
-            weights = [layer.weight for layer in self._layers.values() if layer.weight.requires_grad]
-            if not weights or not self.wants_curvature:
-                return
-            for vector in vectors:
-                torch.autograd.grad(output, weights, vector, retain_graph=True, allow_unused=True)
-
-    def _check_loss(self, layer: Layer, use: Use, group: Group) -> None:
-        """See whether the first gradients at the model's end are those of a loss as it was declared."""
-        self._loss_is_checked = True
-        cancels = group["relative_damping"] and group["factor_start"] == "trace" and group["normalize_step"]
-        if not cancels and self._curvature_pass is None and not use.flipped:
-            other = health.other_average(use.gradients, group["loss_average"])
-            if other:
-                self._reporter.note("loss", layer.name, other)
+    # --- State ------------------------------------------------------------------------------------------
 
     def _factors(self, layer: Layer, start: bool = False) -> dict[str, Tensor]:
         """A layer's factors in the precision that products are taken in; begun if there are none yet."""
@@ -300,12 +199,12 @@ class NaturalGradient(ModelOptimizer):
         if start and self.rule.names[0] not in state:
             state |= self._first_state(layer, layer.weight.device)
         kept = (key for key in (*self.rule.keys, *NUMBERS) if key in state)
-        return {key: state[key].to(rules.computing(state[key].dtype)) for key in kept}
+        return {key: state[key].to(computing(state[key].dtype)) for key in kept}
 
     def _first_state(self, layer: Layer, device: torch.device | str) -> dict[str, Any]:
         like = torch.empty((), dtype=self._state_dtype(layer.weight, self.rule.keys[0]), device=device)
         state = self.rule.start(layer.structures, like, layer.shape[0], self._settings(layer))
-        number = torch.zeros((), dtype=rules.computing(like.dtype), device=device)
+        number = torch.zeros((), dtype=computing(like.dtype), device=device)
         return state | {key: number.clone() for key in SIZES} | {"steps": 0, "updates": 0}
 
     # --- Checkpoints ------------------------------------------------------------------------------------
@@ -321,8 +220,10 @@ class NaturalGradient(ModelOptimizer):
         Structures, the factors' dtype and functions stay those of this optimizer: factors of another
         structure or dtype are converted. What cannot be loaded is refused before anything is changed.
         """
+        state_dict = dict(state_dict) if isinstance(state_dict, dict) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         self._follow_model()
         settings, states = checkpoints.unpacked(self, state_dict)
         for group, new in zip(self.param_groups, settings, strict=True):
@@ -334,13 +235,6 @@ class NaturalGradient(ModelOptimizer):
         self._refresh()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_fisher": self._fisher}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._begin_reports()
-        super().__setstate__(state)
 
     # --- Step: factors, then weights --------------------------------------------------------------------
 
@@ -370,22 +264,8 @@ class NaturalGradient(ModelOptimizer):
         for group in self.param_groups:
             self._step_adamw(group, [p for p in group["params"] if p.grad is not None and p not in done])
         self._refresh()
-        self._look_back()
-        self._reporter.speak()
+        self._reporter.after_step(self)
         return loss
-
-    def _look_back(self) -> None:
-        """Look for troubles once in a while on devices that nobody waits for."""
-        self._steps_unseen += 1
-        devices = {layer.weight.device.type for layer in self._layers.values()}
-        if self._steps_unseen < 100 or devices <= {"cpu"}:
-            return
-        self._steps_unseen = 0
-        kinds = {"skipped": "statistics", "dropped": "gradient"}
-        for name, numbers in self.diagnostics(conditions=False).layers.items():
-            for key, kind in kinds.items():
-                if key in numbers and float(numbers[key]) > 0:
-                    self._reporter.note(kind, name)
 
     def _is_asked_for_state(self) -> bool:
         """Whether this is the empty step by which torch.distributed.checkpoint lets state come to be."""
@@ -399,7 +279,7 @@ class NaturalGradient(ModelOptimizer):
                 self._factors(layer, start=True)
                 for p in layer.parameters:
                     if self._group(p)["momentum"]:
-                        self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=rules.keeping(p.dtype))
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=keeping(p.dtype))
         parameters = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
         in_layers = {p for layer in self._layers.values() for p in layer.parameters}
         self.state.update({p: adamw_steps.start(p) for p in parameters if p not in in_layers})
@@ -449,7 +329,7 @@ class NaturalGradient(ModelOptimizer):
         if callable(rate):
             rate = rate(updates)
         elif group["precond_warmup"]:
-            rate = rules.warmed_rate(rate, updates)
+            rate = stability.warmed_rate(rate, updates)
         return Settings(rate, *(group[name] for name in Settings._fields[1:]))
 
     def _step_layer(self, layer: Layer) -> None:
@@ -468,17 +348,17 @@ class NaturalGradient(ModelOptimizer):
         momenta = [self._momentum(p, update) for p, update in moved]
         sizes = None
         if self._group(layer.weight)["normalize_step"]:
-            sizes = rules.root_mean_square(momenta), rules.root_mean_square([layer.weight])
+            sizes = stability.root_mean_square(momenta), stability.root_mean_square([layer.weight])
         for (p, _), momentum in zip(moved, momenta, strict=True):
             group = self._group(p)
             lr, length = group["lr"], group["lr"]
             if sizes is not None:
-                length = rules.step_length(lr, *sizes, matrix.shape[-1], group["max_relative_step"])
+                length = stability.step_length(lr, *sizes, matrix.shape[-1], group["max_relative_step"])
             decay = lr * group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
-            value = p.to(rules.computing(p.dtype))
+            value = p.to(computing(p.dtype))
             rules.descend(value, momentum, length, decay)
             if value is not p:
-                rules.put(p, value, self._noise(p, state["steps"]))
+                put(p, value, self._noise(p, state["steps"]))
         state["steps"] += 1
 
     def _gradient(self, p: nn.Parameter) -> Tensor:
@@ -489,14 +369,15 @@ class NaturalGradient(ModelOptimizer):
     def _trusted(self, layer: Layer, gradient: Tensor, natural: Tensor) -> Tensor:
         """A natural gradient, or zero in the place of one that is not finite or out of all proportion."""
         state, group = self.state[layer.weight], self._group(layer.weight)
-        size = rules.root_mean_square([natural])
-        if layer.pending is not None:
-            plain = rules.root_mean_square([gradient])
-            state["gain"] = size / plain.clamp_min(torch.finfo(plain.dtype).tiny)
+        size = stability.root_mean_square([natural])
         trusted = size.isfinite()
         if group["normalize_step"]:
-            trusted = rules.is_usual(size, state["size"], state["steps"])
-            state["size"] = rules.usual_size(state["size"], size, trusted)
+            trusted = stability.is_usual(size, state["size"], state["steps"])
+            state["size"] = stability.usual_size(state["size"], size, trusted)
+        if layer.pending is not None:
+            plain = stability.root_mean_square([gradient])
+            gain = size / plain.clamp_min(torch.finfo(plain.dtype).tiny)
+            state["gain"] = torch.where(trusted & gain.isfinite(), gain, state["gain"])
         if _is_known(trusted):
             return natural
         state["dropped"] = state["dropped"] + ~trusted
@@ -523,7 +404,7 @@ class NaturalGradient(ModelOptimizer):
         if not group["momentum"]:
             return update
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p, dtype=rules.keeping(p.dtype))
+            state["momentum_buffer"] = torch.zeros_like(p, dtype=keeping(p.dtype))
         return rules.accumulate(state["momentum_buffer"], update, group["momentum"])
 
     def _step_adamw(self, group: Group, params: list[Tensor]) -> None:
@@ -544,13 +425,6 @@ class NaturalGradient(ModelOptimizer):
 def _is_known(flag: Tensor) -> bool:
     """Whether a flag is up, where that can be seen without waiting for a device."""
     return flag.device.type == "cpu" and bool(flag.any())
-
-
-class _CurvaturePass:
-    """Backward passes that statistics come from instead of the loss's, as one."""
-
-    def __init__(self, terms: int | None = None, power: int | None = None) -> None:
-        self.terms, self.power = terms, power  # of which losses, and how G scales with them, if known
 
 
 _NOT_SETTINGS = ("self", "model", "params", "adamw", "fisher", "__class__")

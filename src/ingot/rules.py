@@ -15,17 +15,18 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ingot.precision import computing
+from ingot.stability import (
+    MIN_DAMPING,
+    NO_CURVATURE,
+    PATIENCE,
+    SETTLED,
+    bounded_rate,
+    has_exploded,
+    is_finite,
+    spectral_norm,
+)
 from ingot.structures import Structure
-
-
-def computing(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that products and norms are taken in: float32 for the shorter ones, then rounded."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
-
-
-def keeping(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that state of parameters is kept in: float16's range is too small for curvature."""
-    return torch.bfloat16 if dtype == torch.float16 else dtype
 
 
 class Factor(NamedTuple):
@@ -96,78 +97,6 @@ def kfac_gradient(inverse_k: Factor, inverse_c: Factor, gradient: Tensor) -> Ten
     return inverse_k.structure.apply(inverse_k.entries, left.mT).mT
 
 
-# --- What keeps long runs stable; the paper's step uses none of it --------------------------------------
-
-
-def spectral_norm(structure: Structure, m: Tensor, iterations: int = 3) -> Tensor:
-    """|m|₂ by power iteration on mᵀm (on m itself it misses the norm of a non-symmetric m), ``[..., 1]``."""
-    # A fixed start with no preferred direction: the fractional parts of multiples of the golden ratio.
-    start = (torch.arange(1, structure.dim + 1, device=m.device, dtype=m.dtype) * 0.6180339887).frac() - 0.4
-    tiny = torch.finfo(m.dtype).tiny
-    x = start.unsqueeze(-1).expand(*m.shape[:-1], structure.dim, 1)
-    norm = torch.linalg.vector_norm(x, dim=-2, keepdim=True)
-    for _ in range(iterations):
-        x = structure.apply_t(m, structure.apply(m, x / norm.clamp_min(tiny)))
-        norm = torch.linalg.vector_norm(x, dim=-2, keepdim=True)
-    return norm.squeeze(-1).sqrt()
-
-
-def bounded_rate(norm: Tensor, lr: float, max_step: float | None) -> Tensor | float:
-    """β₁, lowered where β₁ |m|₂ would exceed ``max_step``, so that I - β₁ m stays well inside the group."""
-    if max_step is None:
-        return lr
-    return (max_step / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(lr)
-
-
-def warmed_rate(lr: float, updates: int) -> float:
-    """β₁ after so many updates: like a running mean in the beginning, then constant."""
-    return max(lr, 1 / (updates + 2))
-
-
-# --- What must not enter the factors or the weights -----------------------------------------------------
-
-EXPLOSION = 1e6
-"""A batch whose tr(U) or tr(G) is so many times its moving average says nothing of the curvature."""
-
-OUTLIER = 1e3
-"""A natural gradient so many times its usual size says nothing of where to go."""
-
-NO_CURVATURE = 1e-30
-"""Traces below this are round-off. The factors that fit them could not be squared in float32."""
-
-SETTLED = 10
-"""From so many updates or steps on there is a usual size: branches that begin at zero grow fast at first."""
-
-PATIENCE = 3
-"""After so many refused updates in a row it is the factors that are wrong: they start anew."""
-
-MIN_DAMPING = 1e-6
-"""Relative damping is at least this, which bounds the condition of the factors even for λ = 0."""
-
-
-def is_finite(*entries: Tensor) -> Tensor:
-    """Whether all entries of these elements are finite, with squares that float32 can hold, ``[..., 1]``."""
-    sums = [e.square().sum(-1, keepdim=True).float() for e in entries]
-    return torch.stack(torch.broadcast_tensors(*sums)).isfinite().all(0)
-
-
-def has_exploded(average: Tensor, new: Tensor) -> Tensor:
-    """Whether a trace is beyond all that was seen, if anything was."""
-    return (average > 0) & (new > EXPLOSION * average)
-
-
-def is_usual(size: Tensor, usual: Tensor, steps: int) -> Tensor:
-    """Whether a natural gradient has a size that can be trusted: finite, and not far beyond the usual."""
-    is_outlier = (usual > 0) & (size > OUTLIER * usual) & (steps >= SETTLED)
-    return size.isfinite() & ~is_outlier
-
-
-def usual_size(usual: Tensor, size: Tensor, trusted: Tensor) -> Tensor:
-    """The moving average of sizes. One that is not trusted makes more usual: the next may be like it."""
-    risen = (100 * usual).clamp_max(torch.finfo(usual.dtype).max / 2 / OUTLIER)
-    return torch.where(trusted, torch.where(usual > 0, torch.lerp(usual, size, 0.1), size), risen)
-
-
 # --- The weight step ------------------------------------------------------------------------------------
 
 
@@ -184,41 +113,6 @@ def descend(weight: Tensor, momentum: Tensor, length: Tensor | float, decay: Ten
         weight.addcmul_(momentum.to(weight.dtype), length.to(weight.dtype), value=-1)
     else:
         weight.sub_(momentum, alpha=length)
-
-
-def put(target: Tensor, value: Tensor, generator: torch.Generator | None = None) -> None:
-    """Round a float32 value into a tensor of a shorter dtype.
-
-    With a generator, bfloat16 is rounded up or down at random so that the value is right in the mean:
-    a change that is too small to be seen by one rounding is then not lost.
-    """
-    if generator is not None and target.dtype == torch.bfloat16:
-        # bfloat16 is the upper half of float32: noise in the lower half carries over with the right chance.
-        noise = torch.randint(
-            1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=generator
-        )
-        value = (value.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
-    target.copy_(value)
-
-
-def root_mean_square(tensors: list[Tensor]) -> Tensor:
-    """The root mean square of all entries together."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=computing(tensor.dtype)) for tensor in tensors]
-    return torch.stack(norms).norm() / sum(tensor.numel() for tensor in tensors) ** 0.5
-
-
-def step_length(
-    lr: Tensor | float, momentum_rms: Tensor, weight_rms: Tensor, d_i: int, max_relative: float | None
-) -> Tensor:
-    """What a layer's momentum is multiplied with so that its weights change by about ``lr``, as AdamW's do.
-
-    The root mean square of the change is ``lr``, and at most ``max_relative`` of that of the weights
-    themselves (or of PyTorch's initial weights, if these are larger).
-    """
-    length = torch.as_tensor(lr, dtype=momentum_rms.dtype, device=momentum_rms.device)
-    if max_relative is not None:
-        length = torch.minimum(length, max_relative * weight_rms.clamp_min((3 * d_i) ** -0.5))
-    return length / momentum_rms.clamp_min(torch.finfo(momentum_rms.dtype).tiny)
 
 
 # --- The rules as the optimizer calls them --------------------------------------------------------------

@@ -1,0 +1,143 @@
+"""An optimizer that collects statistics in backward passes: those of the loss, or others in their place."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ingot import fisher as curvature_of_losses
+from ingot import health
+from ingot.capture import Tap
+from ingot.groups import Group
+from ingot.model import Layer
+from ingot.model_optimizer import ModelOptimizer
+from ingot.rules import Factor, Rule
+from ingot.statistics import Pending, Use, sums_of_use
+
+
+class CollectingOptimizer(ModelOptimizer):
+    """What the layers' statistics come in by, until the next step takes them."""
+
+    rule: ClassVar[Rule]
+
+    @abstractmethod
+    def _factors(self, layer: Layer, start: bool = False) -> dict[str, Tensor]:
+        """A layer's factors in the precision that products are taken in; begun if there are none yet."""
+
+    def _begin_collecting(self, fisher: str) -> None:
+        self._fisher = fisher
+        self._curvature_pass: _CurvaturePass | None = None
+        self._reporter, self._loss_is_checked = health.Reporter(), False
+
+    @torch.no_grad()
+    def _collect(self, tap: Tap, x: Tensor, g: Tensor, start: int, backward_pass: object) -> None:
+        """Add the statistics of one use of a layer in one backward pass."""
+        if self._paused or (self._fisher == "separate" and self._curvature_pass is None):
+            return
+        if not g.numel():  # an empty batch, such as that of an expert without tokens
+            return
+        weight = tap.adapter.weight(tap.module)
+        if not self._has_followed or weight not in self._layers:
+            self._follow_model()
+        if weight is None or weight not in self._layers:
+            return
+        layer = self._layers[weight]
+        group, factors = self._group(weight), self._factors(layer, start=True)
+        k, c = (Factor(s, factors[name]) for s, name in zip(layer.structures, self.rule.names, strict=True))
+        constant = None
+        if layer.bias is not None:  # which a tied module need not have
+            constant = float(not tap.flipped and tap.adapter.bias(tap.module) is layer.bias)
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.to(k.entries) if x.is_floating_point() else x.to(k.entries.device)
+            g = g.to(c.entries)
+            use = Use(tap.adapter, tap.module, x, g, start=start, flipped=tap.flipped, constant=constant)
+            sums = sums_of_use(self.rule.statistic, (k, c), use, group["approx"])
+        if not self._loss_is_checked:
+            self._check_loss(layer, use, group)
+        terms = use.batch * use.places if group["loss_average"] == "token" else use.batch
+        layer.pending = layer.pending or Pending()
+        if self._curvature_pass is None:
+            layer.pending.add(sums, tap.flipped, terms, backward_pass)
+        else:
+            given = self._curvature_pass
+            layer.pending.add(sums, tap.flipped, given.terms or terms, given, given.power)
+
+    @property
+    def wants_curvature(self) -> bool:
+        """Whether the coming step updates factors."""
+        return self._watch.has_open_taps
+
+    def curvature(self) -> AbstractContextManager[None]:
+        """With ``fisher="separate"``: the backward passes within are those that statistics are taken from.
+
+        Together they count as one backward pass of the loss, in whose place they are, with the same means.
+        Use ``torch.autograd.grad``, which leaves the parameters' gradients alone.
+        """
+        return self._curvature(_CurvaturePass())
+
+    @contextmanager
+    def _curvature(self, this_pass: _CurvaturePass) -> Iterator[None]:
+        if self._fisher != "separate":
+            raise RuntimeError(
+                "statistics come from every backward pass already: make the optimizer with fisher='separate'"
+            )
+        self._curvature_pass = this_pass
+        try:
+            yield
+        finally:
+            self._curvature_pass = None
+
+    def curvature_backward(
+        self, output: Tensor, loss: str, *, samples: int | None = 1, reduction: str = "mean", dim: int = -1
+    ) -> None:
+        """Take the statistics from the loss's curvature at the model's output instead of from its gradient.
+
+        It is the Fisher information by sampled targets, or the generalised Gauss-Newton matrix with
+        ``samples=None``. To be called between the forward pass and ``loss.backward()``; does nothing where
+        the coming step updates no factors.
+
+        Args:
+            output: The model's output, before any softmax.
+            loss: ``"cross_entropy"``, ``"binary_cross_entropy"`` (of logits) or ``"mse"``.
+            samples: How many targets to draw for each output, or None for the exact curvature, which takes
+                one backward pass for each dimension of the output.
+            reduction: Whether the loss is a ``"mean"`` or a ``"sum"``.
+            dim: The dimension of classes or of the values of one prediction.
+        """
+        outputs = output.numel() // output.shape[dim]
+        with self._curvature(_CurvaturePass(outputs, -1 if reduction == "mean" else 0)):
+            vectors = curvature_of_losses.directions(output.detach(), loss, samples, reduction, dim)
+            weights = [layer.weight for layer in self._layers.values() if layer.weight.requires_grad]
+            if not weights or not self.wants_curvature:
+                return
+            for vector in vectors:
+                torch.autograd.grad(output, weights, vector, retain_graph=True, allow_unused=True)
+
+    def _check_loss(self, layer: Layer, use: Use, group: Group) -> None:
+        """See whether the first gradients at the model's end are those of a loss as it was declared."""
+        self._loss_is_checked = True
+        cancels = group["relative_damping"] and group["factor_start"] == "trace" and group["normalize_step"]
+        if not cancels and self._curvature_pass is None and not use.flipped:
+            other = health.other_average(use.gradients, group["loss_average"])
+            if other:
+                self._reporter.note("loss", layer.name, other)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_fisher": self._fisher}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_fisher" in state:  # a copy or unpickled; torch also comes here when it loads a state_dict
+            self._begin_collecting(state["_fisher"])
+        super().__setstate__(state)
+
+
+class _CurvaturePass:
+    """Backward passes that statistics come from instead of the loss's, as one."""
+
+    def __init__(self, terms: int | None = None, power: int | None = None) -> None:
+        self.terms, self.power = terms, power  # of which losses, and how G scales with them, if known

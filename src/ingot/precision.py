@@ -1,0 +1,31 @@
+"""Which dtypes numbers are kept in and computed with, and how they are rounded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def computing(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that products and norms are taken in: float32 for the shorter ones, then rounded."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def keeping(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that state of parameters is kept in: float16's range is too small for curvature."""
+    return torch.bfloat16 if dtype == torch.float16 else dtype
+
+
+def put(target: Tensor, value: Tensor, generator: torch.Generator | None = None) -> None:
+    """Round a float32 value into a tensor of a shorter dtype.
+
+    With a generator, bfloat16 is rounded up or down at random so that the value is right in the mean:
+    a change that is too small to be seen by one rounding is then not lost.
+    """
+    if generator is not None and target.dtype == torch.bfloat16:
+        # bfloat16 is the upper half of float32: noise in the lower half carries over with the right chance.
+        noise = torch.randint(
+            1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=generator
+        )
+        value = (value.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
+    target.copy_(value)
