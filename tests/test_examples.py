@@ -19,22 +19,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import ingot
 from ingot import SINGD
-from ingot.lab.torchvision_ops import make_torchvision_importable
+from tests.frameworks import IGNORED_WARNINGS, start_afresh
 
 FOLDER = Path(__file__).parents[1] / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 STEPS_PER_EPOCH = 22  # of two micro-batches each
 
-pytestmark = [
-    # The Trainer of transformers pins memory unless it is told not to.
-    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning"),
-    # Lightning's advice on the size of the data and the machine, and a torch too new for its liking.
-    pytest.mark.filterwarnings(r"ignore:The number of training batches \(44\) is smaller than the logging"),
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed from .*version_0.* to .*version_1"),
-    pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary"),
-]
+pytestmark = IGNORED_WARNINGS
 
 
 class Crash(Exception):
@@ -63,7 +54,7 @@ class Training:
 @pytest.fixture(autouse=True)
 def _in_a_world_of_its_own(tmp_path, monkeypatch) -> Iterator[None]:
     """Frameworks write where they are, and into the environment."""
-    make_torchvision_importable()  # lightning and transformers import it
+    start_afresh()
     monkeypatch.chdir(tmp_path)
     with mock.patch.dict(os.environ):
         yield
@@ -74,7 +65,7 @@ def run(monkeypatch):
     """Runs an example's main, or as a script without arguments; returns what was trained."""
 
     def run(name: str, *, crash_at: int | None = None, **arguments: Any) -> Training:
-        _forget_accelerators()
+        start_afresh()
         made: list[Training] = []
 
         def observed(model: nn.Module, **settings: Any) -> SINGD:
@@ -107,14 +98,6 @@ def run(monkeypatch):
     return run
 
 
-def _forget_accelerators() -> None:
-    """As in a new process: accelerate keeps its state in classes, and transformers uses accelerate."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 def _assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
     assert len(one) == len(other)
     assert all(map(torch.equal, one, other))
@@ -135,6 +118,7 @@ def test_an_example_is_a_script_of_less_than_30_lines_that_learns(name, run, cap
     assert lines[0].startswith('"""')
     assert len(lines[1:]) < 30
     assert max(map(len, lines)) <= 110
+    assert f'--8<-- "examples/{name}.py"' in (FOLDER.parent / "docs" / "frameworks.md").read_text("utf-8")
     training = run(name)
     (accuracy,) = re.findall(r"^accuracy: ([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
     assert float(accuracy) > 0.9
@@ -248,6 +232,28 @@ def test_the_trainer_of_transformers_trains_exactly_as_a_loop_by_hand(run):
         scheduler.step()
         optimizer.zero_grad()
     _assert_equal(seen.weights, [p.detach() for p in model.parameters()])
+
+
+def test_the_trainer_of_transformers_may_make_the_optimizer_itself():
+    """From a class and its arguments, of which it takes the model for the first."""
+    from transformers import ConvNextConfig, ConvNextForImageClassification, Trainer, TrainingArguments
+
+    config = ConvNextConfig(num_channels=1, patch_size=2, num_stages=1, hidden_sizes=[8], depths=[1])
+    data = [{"pixel_values": torch.randn(1, 8, 8), "labels": i % 2} for i in range(16)]
+    initial, trained = ConvNextForImageClassification(config).state_dict(), []
+    for made_by_trainer in (True, False):
+        model = ConvNextForImageClassification(config)
+        model.load_state_dict(initial)
+        how = {"optimizer_cls_and_kwargs": (SINGD, {"model": model, "lr": 3e-3})}
+        if not made_by_trainer:
+            how = {"optimizers": (SINGD(model, lr=3e-3), None)}
+        arguments = TrainingArguments("out", max_steps=3, save_strategy="no")
+        trainer = Trainer(model, arguments, train_dataset=data, **how)
+        trainer.train()
+        assert isinstance(trainer.optimizer.optimizer, SINGD)
+        assert trainer.optimizer.state[model.classifier.weight]["updates"] == 3
+        trained.append([p.detach() for p in model.parameters()])
+    _assert_equal(*trained)
 
 
 # --- Mixed precision --------------------------------------------------------------------------------------
