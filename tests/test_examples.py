@@ -39,7 +39,9 @@ class Training:
     model: nn.Module
     optimizer: SINGD
     initial: dict[str, Tensor]
+    accuracy: float = 0.0
     steps: int = 0
+    computed_in: set[torch.dtype] = field(default_factory=set)
     micro_batches: list[dict[str, Tensor]] = field(default_factory=list)  # as far as they are keywords
 
     @property
@@ -82,14 +84,20 @@ def run(monkeypatch):
                 if training.steps == crash_at:
                     raise Crash
 
+            def see_dtype(module: nn.Module, _: Any, output: Tensor) -> None:
+                training.computed_in.add(output.dtype)
+
             model.register_forward_pre_hook(remember, with_kwargs=True)
+            for layer in training.layers:
+                layer.register_forward_hook(see_dtype)
             training.optimizer.register_step_pre_hook(count_or_crash)
             return training.optimizer
 
         monkeypatch.setattr(ingot, "SINGD", observed)
         path = str(FOLDER / f"{name}.py")
         if arguments:
-            runpy.run_path(path)["main"](**arguments)
+            accuracy = runpy.run_path(path)["main"](**arguments)
+            made[0].accuracy = float(accuracy)
         else:
             runpy.run_path(path, run_name="__main__")
         (training,) = made
@@ -270,6 +278,8 @@ def test_the_trainer_of_transformers_may_make_the_optimizer_itself():
 )
 def test_mixed_precision(name, options, run):
     training = run(name, **options)
+    assert torch.bfloat16 in training.computed_in
+    assert training.accuracy > 0.5
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in training.weights)
     for layer in training.layers:
         state = training.optimizer.state[layer.weight]
