@@ -8,16 +8,26 @@ import pytest
 
 import ingot
 from ingot.structures import bind, parse
+from tests.frameworks import IGNORED_WARNINGS, start_afresh
 
 ROOT = Path(__file__).parents[1]
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-PAGES = [page for page in MARKDOWN if "```python" in page.read_text("utf-8")]
+FRAMEWORKS = ROOT / "docs" / "frameworks.md"
+PAGES = [
+    pytest.param(
+        page, marks=IGNORED_WARNINGS if page == FRAMEWORKS else [], id=page.relative_to(ROOT).as_posix()
+    )
+    for page in MARKDOWN
+    if "```python" in page.read_text("utf-8")
+]
 
 
 @pytest.mark.usefixtures("registry")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_run_and_print_what_is_shown(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    if page == FRAMEWORKS:
+        start_afresh()
     namespace: dict[str, object] = {"__name__": "page"}
     blocks = re.findall(
         r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", page.read_text("utf-8"), flags=re.DOTALL
