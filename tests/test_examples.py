@@ -286,3 +286,53 @@ def test_mixed_precision(name, options, run):
         assert state["K"].dtype == torch.float32
         assert state["updates"] > 0
         assert all(value.isfinite().all() for value in state.values() if isinstance(value, Tensor))
+
+
+# --- The wrapper of Fabric and Lightning, which has attributes of its own ---------------------------------
+
+
+def _wrapped(**settings: Any) -> tuple[Any, nn.Sequential, Any, Any]:
+    from lightning import Fabric
+
+    torch.manual_seed(0)
+    fabric, network = Fabric(accelerator="cpu", devices=1), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    model, optimizer = fabric.setup(network, SINGD(network, **settings))
+    assert optimizer is not optimizer.optimizer
+    return fabric, network, model, optimizer
+
+
+def _updates(optimizer: SINGD, weight: Tensor) -> int:
+    return optimizer.state[weight]["updates"]
+
+
+def test_curvature_is_given_through_fabrics_wrapper():
+    fabric, network, model, optimizer = _wrapped(fisher="separate")
+    for steps in (1, 2):
+        output = model(torch.ones(5, 4))
+        optimizer.curvature_backward(output, "cross_entropy")
+        fabric.backward(output.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert _updates(optimizer, network[0].weight) == steps
+
+
+def test_layers_are_replaced_and_added_under_fabrics_wrapper():
+    fabric, network, model, optimizer = _wrapped()
+    added = nn.Linear(3, 2)
+    for change in (None, "replaced", "added"):
+        if change == "replaced":
+            network[1] = nn.Linear(8, 3)
+        if change == "added":
+            network.append(added)
+            optimizer.add_param_group({"params": list(added.parameters()), "lr": 0.1})
+        optimizer.zero_grad()
+        fabric.backward(model(torch.ones(5, 4)).square().mean())
+        optimizer.step()
+    assert [_updates(optimizer, layer.weight) for layer in network] == [3, 2, 1]
+
+
+def test_nothing_is_collected_while_fabrics_wrapper_is_paused():
+    fabric, _, model, optimizer = _wrapped()
+    with optimizer.paused():
+        fabric.backward(model(torch.ones(5, 4)).square().mean())
+    assert not optimizer.state

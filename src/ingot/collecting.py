@@ -30,19 +30,17 @@ class CollectingOptimizer(ModelOptimizer):
         """A layer's factors in the precision that products are taken in; begun if there are none yet."""
 
     def _begin_collecting(self, fisher: str) -> None:
-        self._fisher = fisher
-        self._curvature_pass: _CurvaturePass | None = None
-        self._reporter, self._loss_is_checked = health.Reporter(), False
+        self._fisher, self._reporter = fisher, health.Reporter()
 
     @torch.no_grad()
     def _collect(self, tap: Tap, x: Tensor, g: Tensor, start: int, backward_pass: object) -> None:
         """Add the statistics of one use of a layer in one backward pass."""
-        if self._paused or (self._fisher == "separate" and self._curvature_pass is None):
+        if self._now.paused or (self._fisher == "separate" and self._now.curvature_pass is None):
             return
         if not g.numel():  # an empty batch, such as that of an expert without tokens
             return
         weight = tap.adapter.weight(tap.module)
-        if not self._has_followed or weight not in self._layers:
+        if not self._now.has_followed or weight not in self._layers:
             self._follow_model()
         if weight is None or weight not in self._layers:
             return
@@ -57,14 +55,14 @@ class CollectingOptimizer(ModelOptimizer):
             g = g.to(c.entries)
             use = Use(tap.adapter, tap.module, x, g, start=start, flipped=tap.flipped, constant=constant)
             sums = sums_of_use(self.rule.statistic, (k, c), use, group["approx"])
-        if not self._loss_is_checked:
+        if not self._now.loss_is_checked:
             self._check_loss(layer, use, group)
         terms = use.batch * use.places if group["loss_average"] == "token" else use.batch
         layer.pending = layer.pending or Pending()
-        if self._curvature_pass is None:
+        if self._now.curvature_pass is None:
             layer.pending.add(sums, tap.flipped, terms, backward_pass)
         else:
-            given = self._curvature_pass
+            given = self._now.curvature_pass
             layer.pending.add(sums, tap.flipped, given.terms or terms, given, given.power)
 
     @property
@@ -86,11 +84,11 @@ class CollectingOptimizer(ModelOptimizer):
             raise RuntimeError(
                 "statistics come from every backward pass already: make the optimizer with fisher='separate'"
             )
-        self._curvature_pass = this_pass
+        self._now.curvature_pass = this_pass
         try:
             yield
         finally:
-            self._curvature_pass = None
+            self._now.curvature_pass = None
 
     def curvature_backward(
         self, output: Tensor, loss: str, *, samples: int | None = 1, reduction: str = "mean", dim: int = -1
@@ -120,9 +118,9 @@ class CollectingOptimizer(ModelOptimizer):
 
     def _check_loss(self, layer: Layer, use: Use, group: Group) -> None:
         """See whether the first gradients at the model's end are those of a loss as it was declared."""
-        self._loss_is_checked = True
+        self._now.loss_is_checked = True
         cancels = group["relative_damping"] and group["factor_start"] == "trace" and group["normalize_step"]
-        if not cancels and self._curvature_pass is None and not use.flipped:
+        if not cancels and self._now.curvature_pass is None and not use.flipped:
             other = health.other_average(use.gradients, group["loss_average"])
             if other:
                 self._reporter.note("loss", layer.name, other)

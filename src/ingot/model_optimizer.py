@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +17,22 @@ from ingot.groups import Group, check_group
 from ingot.model import Layer, find_layers
 from ingot.rules import Pair
 from ingot.watch import Watch
+
+
+@dataclass
+class Now:
+    """What changes in the course of a training, in one object that is never replaced.
+
+    Fabric and Lightning wrap an optimizer into one that has the same attributes. What either sets must be
+    seen by the other.
+    """
+
+    compiled_before: bool  # whether the model was when the optimizer was made, and nothing was captured since
+    paused: bool = False
+    has_followed: bool = False  # whether changes of the model were looked for since the last step
+    has_all_groups: bool = False
+    loss_is_checked: bool = False
+    curvature_pass: Any = None  # that statistics come from at the moment, if not from the loss's
 
 
 class ModelOptimizer(Optimizer):
@@ -50,8 +67,7 @@ class ModelOptimizer(Optimizer):
         self._watch = Watch(model, self, self._collect)
         self._group_index: dict[Tensor, int] = {}
         self._kinds: dict[Tensor, _Kind] = {}  # as parameters were when last seen
-        self._paused, self._compiled_before = False, compiled_before
-        self._has_followed = self._has_all_groups = False
+        self._now = Now(compiled_before)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as with any torch optimizer; layers of the model are preconditioned there, too."""
@@ -59,7 +75,7 @@ class ModelOptimizer(Optimizer):
         self._follow_model()
         super().add_param_group(param_group)
         self._index_groups()
-        if not self._has_all_groups:  # the constructor's come one by one: layers would be incomplete
+        if not self._now.has_all_groups:  # the constructor's come one by one: layers would be incomplete
             return
         try:
             trained = preconditionable(self.param_groups)
@@ -84,12 +100,12 @@ class ModelOptimizer(Optimizer):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Within this context no statistics are taken: for backward passes that are no training steps."""
-        before, self._paused = self._paused, True
+        before, self._now.paused = self._now.paused, True
         self._refresh()
         try:
             yield
         finally:
-            self._paused = before
+            self._now.paused = before
             self._refresh()
 
     @property
@@ -98,7 +114,7 @@ class ModelOptimizer(Optimizer):
 
     def _refresh(self) -> None:
         """Open the taps of the layers whose factors the coming step updates."""
-        self._watch.open_taps(lambda layer: not self._paused and self._is_due(layer))
+        self._watch.open_taps(lambda layer: not self._now.paused and self._is_due(layer))
 
     def _follow_model(self) -> None:
         """Take over parameters that were replaced in the model or changed their dtype or device."""
@@ -109,7 +125,7 @@ class ModelOptimizer(Optimizer):
             if self._kinds[p] != kind:
                 self._convert(p, resized=self._kinds[p][0] != p.shape)
                 self._kinds[p] = kind
-        self._has_followed = True
+        self._now.has_followed = True
 
     def _convert(self, p: Tensor, resized: bool) -> None:
         """Let the state of a parameter follow it; that of one with another shape is of no use."""
@@ -157,7 +173,8 @@ class ModelOptimizer(Optimizer):
                 self.state[weight] = self._fitting(layer, self.state[weight])
 
     def _index_groups(self) -> None:
-        self._group_index = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        self._group_index.clear()
+        self._group_index |= {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         for p in self._group_index:
             self._kinds.setdefault(p, _kind(p))
 
@@ -170,7 +187,7 @@ class ModelOptimizer(Optimizer):
         super().zero_grad(set_to_none)
         for layer in self._layers.values():
             layer.pending = None
-        self._has_followed = False
+        self._now.has_followed = False
         self._refresh()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,7 +202,7 @@ class ModelOptimizer(Optimizer):
             self._begin(model, compiled_before=False)
             self._index_groups()
             self._attach(find_layers(model, preconditionable(self.param_groups), biases))
-            self._has_all_groups = True
+            self._now.has_all_groups = True
 
 
 _Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]

@@ -131,7 +131,7 @@ class NaturalGradient(CollectingOptimizer):
         preconditioned = {p for layer in found.values() for p in layer.parameters}
         super().__init__(separate_adamw(groups, preconditioned, dict(adamw or {})), defaults)
         self._attach(found)
-        self._has_all_groups = True
+        self._now.has_all_groups = True
 
     def _bind(self, layer: Layer) -> Pair:
         """The structures of a layer's factors, for its dimensions."""
@@ -246,7 +246,7 @@ class NaturalGradient(CollectingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow_model()
-        self._has_followed = False
+        self._now.has_followed = False
         if self._is_asked_for_state():
             self._make_state()
             return loss
@@ -294,8 +294,8 @@ class NaturalGradient(CollectingOptimizer):
                 "no curvature was given: with fisher='separate', call optimizer.curvature_backward(output, "
                 "loss) before loss.backward(), or make a backward pass inside optimizer.curvature()"
             )
-        if self._compiled_before:
-            self._compiled_before = False  # once is enough
+        if self._now.compiled_before:
+            self._now.compiled_before = False  # once is enough
             warnings.warn(
                 "no layer was captured, so all are trained by AdamW: the compiled model ran before this "
                 "optimizer was made, and its code has no hooks. Call torch._dynamo.reset() once after making "
