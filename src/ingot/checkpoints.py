@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,13 @@ def packed(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, tuple | list) else not callable(value)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a setting is of one of the kinds that can do no harm."""
+    if type(value) in (tuple, list):
+        return all(map(_is_data, value))
+    return value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str, torch.dtype)
 
 
 def unpacked(optimizer: NaturalGradient, state_dict: Any) -> tuple[list[Group], dict[Tensor, dict[str, Any]]]:
@@ -97,9 +105,9 @@ def _is_list_of_groups(groups: Any) -> bool:
     )
 
 
-def _settings(group: Group, saved: Mapping[str, Any]) -> Group:
+def _settings(group: Group, given: Mapping[str, Any]) -> Group:
     """The settings of a saved group, which must make sense in the place of this one's."""
-    saved = dict(saved)
+    saved = dict(given)
     number = saved.pop("format", 0)
     if not isinstance(number, int) or number > FORMAT:
         raise ValueError(
@@ -111,13 +119,17 @@ def _settings(group: Group, saved: Mapping[str, Any]) -> Group:
             "the checkpoint is that of another optimizer, whose state means something else: load the model's "
             "weights alone, and start this optimizer afresh"
         )
-    if not all(_is_plain(value) for value in saved.values()):
-        raise ValueError("the checkpoint has functions among its settings, which are never loaded")
+    for name, value in saved.items():
+        if not _is_data(value):
+            raise ValueError(
+                f"the checkpoint has {type(value).__name__} for the setting {name!r}: only numbers, text and "
+                "tensors are loaded, never functions or objects"
+            )
     try:
         check_group(group | {k: v for k, v in saved.items() if k not in _KEPT})
     except (ValueError, TypeError) as error:
         raise ValueError(f"the checkpoint has a setting that makes no sense: {error}") from None
-    return saved
+    return deepcopy(saved)
 
 
 # --- State ----------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ class ModelOptimizer(Optimizer):
         """What is not kept in checkpoints or copies."""
         self._watch = Watch(model, self, self._collect)
         self._group_index: dict[Tensor, int] = {}
+        self._positions: dict[Tensor, int] = {}  # among all parameters
         self._kinds: dict[Tensor, _Kind] = {}  # as parameters were when last seen
         self._now = Now(compiled_before)
 
@@ -175,6 +176,8 @@ class ModelOptimizer(Optimizer):
     def _index_groups(self) -> None:
         self._group_index.clear()
         self._group_index |= {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        self._positions.clear()
+        self._positions |= {p: i for i, p in enumerate(self._group_index)}
         for p in self._group_index:
             self._kinds.setdefault(p, _kind(p))
 

@@ -393,8 +393,7 @@ class NaturalGradient(CollectingOptimizer):
         """
         if not self._group(p)["stochastic_rounding"] or p.dtype != torch.bfloat16:
             return None
-        index = next(i for i, other in enumerate(self._group_index) if other is p)
-        return torch.Generator(p.device).manual_seed((step << 20) + index)
+        return torch.Generator(p.device).manual_seed((step << 20) + self._positions[p])
 
     def _momentum(self, p: nn.Parameter, update: Tensor) -> Tensor:
         """A parameter's momentum with the update added, and the weight decay where the paper adds it."""

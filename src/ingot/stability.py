@@ -98,6 +98,11 @@ def is_usual(size: Tensor, usual: Tensor, steps: int) -> Tensor:
 
 
 def usual_size(usual: Tensor, size: Tensor, trusted: Tensor) -> Tensor:
-    """The moving average of sizes. One that is not trusted makes more usual: the next may be like it."""
+    """The moving average of sizes, which follows slowly where they fall: a layer may rest for a while.
+
+    A size that is not trusted makes more usual, since the next may be like it. No gradient has no size.
+    """
     risen = (100 * usual).clamp_max(torch.finfo(usual.dtype).max / 2 / OUTLIER)
-    return torch.where(trusted, torch.where(usual > 0, torch.lerp(usual, size, 0.1), size), risen)
+    rate = torch.where(size > usual, 0.1, 0.01)
+    average = torch.where(usual > 0, usual + rate * (size - usual), size)
+    return torch.where(trusted, torch.where(size > 0, average, usual), risen)
