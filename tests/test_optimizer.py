@@ -1,7 +1,6 @@
-"""The optimizers as a user meets them: every parameter trained, groups, checkpoints, errors that help."""
+"""The optimizers as a user meets them: every parameter trained, groups, errors that help."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 import ingot
 from ingot import IKFAC, INGD, KFAC, PAPER, SINGD
-from ingot.structures import Diagonal, Upper, bind, parse
+from ingot.structures import bind, parse
 
 FAMILY = [SINGD, INGD, IKFAC, KFAC]
 
@@ -497,53 +496,6 @@ def test_a_model_in_bfloat16(optimizer_class):
     assert {v.dtype for s in optimizer.state.values() for k, v in s.items() if k in ("K", "S_C")} <= {
         torch.bfloat16
     }
-
-
-# --- Checkpoints ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("optimizer_class", FAMILY)
-@pytest.mark.parametrize("factor_dtype", [None, torch.bfloat16, torch.float64])
-def test_a_resumed_run_is_the_uninterrupted_one(optimizer_class, factor_dtype):
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = Everything()
-        return model, optimizer_class(model, precond_every=4, precond_warmup=3, factor_dtype=factor_dtype)
-
-    model, optimizer = make()
-    _train(model, optimizer, 6)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    _train(model, optimizer, 6, seed=9)
-    expected = _parameters(model)
-
-    model, optimizer = make()
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    untouched = copy.deepcopy(saved["optimizer"])
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    _train(model, optimizer, 6, seed=9)
-    torch.testing.assert_close(_parameters(model), expected, rtol=0, atol=0)
-    assert saved["optimizer"]["param_groups"] == untouched["param_groups"]
-    torch.testing.assert_close(saved["optimizer"]["state"], untouched["state"], rtol=0, atol=0)
-
-
-def test_functions_stay_behind_when_saving():
-    model = Everything()
-    keywords = {
-        "structure": (Diagonal, lambda d: Upper(Diagonal(1), Diagonal(d - 1))),
-        "precond_lr": lambda n: 0.1,
-    }
-    optimizer = SINGD(model, **keywords)
-    _train(model, optimizer, 1)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    other = SINGD(model, **keywords)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert other.param_groups[0]["precond_lr"](3) == 0.1
-    _train(model, other, 1)
 
 
 # --- Errors that help -------------------------------------------------------------------------------------
