@@ -320,6 +320,15 @@ def test_rounding_at_random_is_right_in_the_mean(value):
     assert abs((found == high).double().mean() - share) < 5 * (share * (1 - share) / times).sqrt()
 
 
+def test_the_last_bit_counts():
+    """Exact numbers stay, and others go up with the right chance, however near to a neighbour they are."""
+    times = 1 << 20
+    counts = [(_rounded(_bits(0x3F800000 + bits), times) != 1).sum().item() for bits in (0, 1, 0xFFFF)]
+    assert counts[0] == 0
+    assert 0 < counts[1] < 50  # 16 in the mean
+    assert times - 50 < counts[2] < times
+
+
 def _fill_gradients(model: nn.Module, value: float) -> None:
     """A backward pass, and then gradients of one value."""
     model(torch.ones(4, 32, dtype=next(model.parameters()).dtype)).float().square().mean().backward()

@@ -16,7 +16,7 @@ from ingot import SINGD
 
 from ..behaviour.training import FAMILY, assert_identical, assert_same, held, mlp, squares
 from ..behaviour.training import batches as rows
-from .small import AS_IN_PAPER, DEFAULT, Batch, Small, batches, mean_loss
+from .small import AS_IN_PAPER, DEFAULT, Batch, Small, batches, mean_loss, plain
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -121,6 +121,10 @@ def test_steps_are_those_of_rates_set_by_hand(name):
             group |= {"lr": lr, "momentum": momentum}
         _learn(other, by_hand, batch)
     assert_identical(held(model, optimizer), held(other, by_hand))
+    constant, unscheduled = _pair()
+    plain(constant, unscheduled, steps=STEPS)
+    for before, after in zip(constant.parameters(), model.parameters(), strict=True):
+        assert not torch.equal(before, after)
 
 
 @every_scheduler
