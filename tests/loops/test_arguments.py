@@ -4,7 +4,6 @@ import copy
 import inspect
 import re
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -103,9 +102,8 @@ def test_bad_settings_of_a_checkpoint_are_refused(name, wanted, value):
     _assert_unchanged(optimizer, before)
 
 
-@cache
 def _used() -> Optimizer:
-    """An optimizer with state, the same for all tests that only look at it."""
+    """An optimizer with state."""
     model = Small()
     optimizer = SINGD(model, **DEFAULT)
     plain(model, optimizer, steps=1)
