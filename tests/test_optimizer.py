@@ -501,58 +501,6 @@ def test_a_model_in_bfloat16(optimizer_class):
 # --- Errors that help -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"lr": -1.0}, "lr must be a number of at least 0"),
-        ({"lr": "fast"}, "lr must be a number"),
-        ({"lr": float("nan")}, "lr must be a number"),
-        ({"damping": float("inf")}, "damping must be a number"),
-        ({"approx": "expnd"}, "'expand' or 'reduce'"),
-        ({"loss_average": "mean"}, "None for a sum"),
-        ({"momentum": 1.0}, "momentum must be"),
-        ({"weight_decay": -0.1}, "weight_decay must be"),
-        ({"damping": -1}, "damping must be"),
-        ({"precond_lr": 1.5}, "precond_lr must be"),
-        ({"precond_momentum": 1.0}, "precond_momentum must be"),
-        ({"precond_every": 0}, "precond_every must be a whole number"),
-        ({"precond_every": 2.5}, "precond_every must be a whole number"),
-        ({"factor_dtype": torch.int8}, "floating-point dtype"),
-        ({"precond_warmup": -1}, "precond_warmup"),
-        ({"max_factor_step": 1.0}, "max_factor_step"),
-        ({"relative_damping": 1}, "True or False"),
-        ({"factor_start": "zero"}, "'identity' or 'trace'"),
-        ({"max_relative_step": -1}, "max_relative_step"),
-        ({"structure": "dens"}, "did you mean 'dense'"),
-        ({"structure": ("dense",)}, "a pair for K and C"),
-        ({"structure": "dense(2)"}, "cannot fill"),
-        ({"adamw": {"betas": (0.9, 1.0)}}, "betas must be a pair"),
-        ({"adamw": {"beta1": 0.9}}, "'beta1' is no setting"),
-        ({"params": [{"params": "nothing.*"}]}, "no parameter matches the pattern 'nothing"),
-        ({"params": [{"params": "*", "lrate": 1}]}, "'lrate' is no setting of a parameter group"),
-    ],
-)
-def test_bad_settings_are_refused_with_the_remedy(keywords, message):
-    with pytest.raises(ValueError, match=message):
-        SINGD(Everything(), **keywords)
-
-
-def test_bad_settings_of_an_added_group_leave_the_optimizer_as_it_was():
-    model = Everything()
-    optimizer = SINGD(model, [model.project.weight])
-    for setting, message in (
-        ({"momentum": 2.0}, "momentum must be"),
-        ({"structure": "dense(2)"}, "layer 'head'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            optimizer.add_param_group({"params": [*model.head.parameters()], **setting})
-        assert len(optimizer.param_groups) == 1
-        assert not model.head._forward_hooks
-    optimizer.add_param_group({"params": [*model.head.parameters()]})
-    _train(model, optimizer, 1)
-    assert "K" in optimizer.state[model.head.weight]
-
-
 def test_a_structure_that_does_not_fit_names_the_layer_and_leaves_no_hook():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 3))
     with pytest.raises(ValueError, match="layer '1': the structure 'dense\\(2\\)' has a fixed size"):
@@ -569,18 +517,6 @@ def test_layers_of_an_added_group_are_preconditioned():
     assert optimizer.state[model.project.weight]["updates"] == 2
 
 
-def test_the_model_comes_first():
-    with pytest.raises(TypeError, match=r"write SINGD\(model\), not SINGD\(model.parameters\(\)\)"):
-        SINGD(Everything().parameters())
-    with pytest.raises(TypeError, match="mixes groups"):
-        SINGD(model := Everything(), [{"params": [model.scale]}, model.position])
-
-
-def test_nothing_to_train():
-    with pytest.raises(ValueError, match="no parameter to train"):
-        SINGD(nn.Sequential(nn.ReLU()))
-
-
 def test_lazy_modules_are_to_run_first():
     model = nn.Sequential(nn.LazyConv2d(2, 3), nn.Flatten(), nn.LazyLinear(3))
     with pytest.raises(ValueError, match="run the model once"):
@@ -590,18 +526,6 @@ def test_lazy_modules_are_to_run_first():
     model(torch.randn(2, 1, 4, 4)).square().mean().backward()
     optimizer.step()
     assert all("K" in optimizer.state[module.weight] for module in (model[0], model[2]))
-
-
-@pytest.mark.parametrize("structure", ["hierarchical(2,2)", "triu", ("dense", "tril_toeplitz")])
-def test_kfac_says_who_can_do_what_it_cannot(structure):
-    with pytest.raises(ValueError, match="IKFAC"):
-        KFAC(Everything(), structure=structure)
-
-
-@pytest.mark.parametrize("optimizer_class", [KFAC, IKFAC])
-def test_riemannian_momentum_is_singds(optimizer_class):
-    with pytest.raises(ValueError, match="choose SINGD"):
-        optimizer_class(Everything(), precond_momentum=0.5)
 
 
 def test_sparse_gradients_are_refused():

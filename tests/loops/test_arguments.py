@@ -1,0 +1,281 @@
+"""Arguments that make no sense are refused, with their name, what was got and what would make sense."""
+
+import copy
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ingot import IKFAC, KFAC, SINGD
+from ingot.groups import _CHECKS
+from ingot.structures import Diagonal
+
+from ..behaviour.training import hooks
+from .small import DEFAULT, Small, plain
+
+NAN, INFINITE = float("nan"), float("inf")
+AT_LEAST_0, BELOW_1 = "a number of at least 0", "a number from 0 to below 1"
+TRUTH = (1, None, "yes")
+
+BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "lr": (
+        "a number of at least 0, on AdamW's scale",
+        (-1.0, NAN, INFINITE, "fast", None, True, torch.ones(2), 1j),
+    ),
+    "approx": ("'expand' or 'reduce'", ("expnd", None, 1)),
+    "loss_average": ("'batch' for a mean over samples, .* or None for a sum", ("mean", "sum", True)),
+    "momentum": (BELOW_1, (1.0, -0.1, NAN, "0.9", None)),
+    "weight_decay": (AT_LEAST_0, (-0.1, INFINITE, None)),
+    "damping": (AT_LEAST_0, (-1, NAN, None)),
+    "precond_lr": ("a number from 0 to 1, or a function", (1.5, -0.1, NAN, "x", None)),
+    "precond_momentum": (BELOW_1, (1.0, -0.1, None)),
+    "precond_every": ("a whole number of steps, at least 1", (0, 2.5, True, None, "10")),
+    "factor_dtype": (
+        r"such as torch.bfloat16 \(torch.float16 has too small a range\), or None for the weight's",
+        (torch.float16, torch.int8, torch.complex64, "bfloat16", float),
+    ),
+    "precond_warmup": ("a whole number of steps, at least 0", (-1, 0.5, False, None)),
+    "max_factor_step": (f"{BELOW_1}, or None", (1.0, -0.1, NAN, "x")),
+    "relative_damping": ("True or False", TRUTH),
+    "factor_start": ("'identity' or 'trace'", ("zero", None)),
+    "normalize_step": ("True or False", TRUTH),
+    "max_relative_step": (f"{AT_LEAST_0}, or None", (-1, NAN, "x")),
+    "decoupled_weight_decay": ("True or False", TRUTH),
+    "maximize": ("True or False", TRUTH),
+    "stochastic_rounding": ("True or False", TRUTH),
+    "precondition": ("True, or False for AdamW", TRUTH),
+    "betas": ("a pair of numbers from 0 to below 1", ((0.9,), (0.9, 1.0), (NAN, 0.9), 0.9, "ab")),
+    "eps": (AT_LEAST_0, (-1e-8, NAN, None)),
+}
+"""For each setting of a group: what it must be, in words of the error, and values that it must not be."""
+
+SETTINGS = [(name, wanted, value) for name, (wanted, values) in BAD.items() for value in values]
+KEYWORDS = inspect.signature(SINGD).parameters.keys()
+
+
+def _refuses(name: str, wanted: str, got: Any) -> Any:
+    return pytest.raises(ValueError, match=f"{name} must be .*{wanted}.*; got {re.escape(repr(got))}$")
+
+
+def test_every_setting_has_a_bad_case():
+    assert set(BAD) == set(_CHECKS)
+    assert set(BAD) - {"precondition", "betas", "eps"} | set(OTHER) == KEYWORDS
+
+
+@pytest.mark.parametrize(("name", "wanted", "value"), SETTINGS)
+def test_bad_settings_of_the_constructor_are_refused(name, wanted, value):
+    model = Small()
+    keywords = {name: value} if name in KEYWORDS else {"adamw": {name: value}}
+    with _refuses(name, wanted, value):
+        SINGD(model, **keywords)
+    assert not hooks(model)
+
+
+@pytest.mark.parametrize(("name", "wanted", "value"), SETTINGS)
+def test_bad_settings_of_groups_are_refused(name, wanted, value):
+    model = Small()
+    with _refuses(name, wanted, value):
+        SINGD(model, [{"params": "head.*", name: value}])
+    optimizer = SINGD(model, model.head.parameters())
+    before, seen = copy.deepcopy(optimizer.param_groups), len(hooks(model))
+    with _refuses(name, wanted, value):
+        optimizer.add_param_group({"params": [model.norm.weight], name: value})
+    assert len(optimizer.param_groups) == len(before) == 1
+    assert len(hooks(model)) == seen
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "value"), [s for s in SETTINGS if s[0] not in ("factor_dtype", "precondition")]
+)
+def test_bad_settings_of_a_checkpoint_are_refused(name, wanted, value):
+    optimizer = _used()
+    saved = optimizer.state_dict()
+    saved["param_groups"][1][name] = value
+    before = copy.deepcopy(optimizer.state_dict())
+    with _refuses(f"the checkpoint has a setting that makes no sense: {name}", wanted, value):
+        optimizer.load_state_dict(saved)
+    _assert_unchanged(optimizer, before)
+
+
+def _used() -> Optimizer:
+    """An optimizer with state."""
+    model = Small()
+    optimizer = SINGD(model, **DEFAULT)
+    plain(model, optimizer, steps=1)
+    return optimizer
+
+
+def _assert_unchanged(optimizer: Optimizer, before: dict) -> None:
+    now = optimizer.state_dict()
+    assert now["param_groups"] == before["param_groups"]
+    torch.testing.assert_close(now["state"], before["state"], rtol=0, atol=0)
+
+
+# --- Other arguments of the constructor ------------------------------------------------------------------
+
+OTHER: dict[str, list[tuple[Any, type[Exception], str]]] = {
+    "model": [
+        (
+            Small().parameters(),
+            TypeError,
+            r"got generator: write SINGD\(model\), not SINGD\(model.parameters",
+        ),
+        (None, TypeError, "got NoneType"),
+        (nn.ReLU(), ValueError, "there is no parameter to train"),
+        (nn.LazyLinear(3), ValueError, "run the model once on an example"),
+        (nn.Embedding(5, 3, sparse=True), ValueError, "build it with sparse=False"),
+    ],
+    "params": [
+        ([], ValueError, "there is no parameter to train"),
+        (
+            [{"params": "nothing.*"}],
+            ValueError,
+            "pattern 'nothing.*'; the model's parameters are named position,",
+        ),
+        (
+            [{"params": "*", "lrate": 1}],
+            ValueError,
+            "'lrate' is no setting of a parameter group; these are: lr,",
+        ),
+        ([{"params": "*"}, nn.Parameter(torch.ones(2))], TypeError, "put the parameters into a group"),
+    ],
+    "structure": [
+        ("dens", ValueError, "'dens' is no structure, did you mean 'dense'"),
+        (("dense",), ValueError, r"a pair for K and C, got \('dense',\)"),
+        ("dense(2)", ValueError, "layer 'embedding'.* cannot fill .* leave the size out"),
+        ("block_diagonal(0)", ValueError, "must be at least 1"),
+        (5, TypeError, "a structure is text such as .* got 5"),
+        (lambda dim: Diagonal(dim + 1), ValueError, "layer 'embedding'.* was asked for dimension"),
+    ],
+    "adamw": [
+        ({"betas": (0.9, 1.0)}, ValueError, "betas must be a pair"),
+        ({"beta1": 0.9}, ValueError, "'beta1' is no setting of a parameter group; these are: lr,"),
+    ],
+    "fisher": [
+        ("exact", ValueError, "fisher must be 'empirical' or 'separate'; got 'exact'"),
+        (None, ValueError, "fisher must be 'empirical' or 'separate'; got None"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"), [(name, *case) for name, cases in OTHER.items() for case in cases]
+)
+def test_bad_arguments_of_the_constructor_are_refused(name, value, error, message):
+    model = Small()
+    with pytest.raises(error, match=message):
+        SINGD(**{"model": model} | {name: value})
+    assert not hooks(model)
+
+
+@pytest.mark.parametrize("structure", ["hierarchical(2,2)", "triu", ("dense", "tril_toeplitz")])
+def test_kfac_says_who_can_do_what_it_cannot(structure):
+    with pytest.raises(ValueError, match=r"layer '.*KFAC inverts .*choose 'dense'.* or IKFAC"):
+        KFAC(Small(), structure=structure)
+
+
+@pytest.mark.parametrize("optimizer_class", [KFAC, IKFAC])
+def test_riemannian_momentum_is_singds(optimizer_class):
+    with pytest.raises(ValueError, match="leave precond_momentum at 0, or choose SINGD"):
+        optimizer_class(Small(), precond_momentum=0.5)
+
+
+@pytest.mark.parametrize(
+    ("group", "error", "message"),
+    [
+        (lambda m: {"params": [m.norm.weight], "lrate": 1}, ValueError, "'lrate' is no setting"),
+        (lambda m: {"params": [m.head.weight]}, ValueError, "more than one parameter group"),
+        (
+            lambda m: {"params": m.convolution.parameters(), "structure": "dense(2)"},
+            ValueError,
+            "layer 'convolution'",
+        ),
+        (lambda m: {"params": m.convolution.parameters(), "structure": 5}, TypeError, "a structure is text"),
+        (lambda m: {"params": [m.norm.weight + 1]}, ValueError, "non-leaf"),
+    ],
+)
+def test_a_bad_group_that_is_added_leaves_the_optimizer_as_it_was(group, error, message):
+    model = Small()
+    optimizer = SINGD(model, model.head.parameters(), **DEFAULT)
+    with pytest.raises(error, match=message):
+        optimizer.add_param_group(group(model))
+    assert len(optimizer.param_groups) == 1
+    assert len(hooks(model)) == 1
+    optimizer.add_param_group({"params": model.convolution.parameters()})
+    plain(model, optimizer, steps=1)
+    assert "K" in optimizer.state[model.convolution.weight]
+
+
+# --- Arguments of other functions ------------------------------------------------------------------------
+
+
+def _curvature(**arguments: Any) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = SINGD(model, fisher="separate")
+    try:
+        optimizer.curvature_backward(**{"output": model(torch.ones(2, 4)), "loss": "mse"} | arguments)
+    finally:
+        assert optimizer._layers[model.weight].pending is None
+
+
+def _log(**arguments: Any) -> None:
+    optimizer = SINGD(nn.Linear(4, 3))
+    try:
+        optimizer.log_diagnostics(**{"to": print} | arguments)
+    finally:
+        assert not optimizer._optimizer_step_post_hooks
+
+
+CALLS: dict[Callable[..., None], list[tuple[str, Any, type[Exception], str]]] = {
+    _curvature: [
+        ("loss", "hinge", ValueError, "loss must be one of 'cross_entropy', .*'mse'; got 'hinge'"),
+        ("loss", nn.functional.mse_loss, ValueError, "loss must be one of 'cross_entropy'.* got <function"),
+        ("samples", 0, ValueError, "samples must be at least 1, or None for the exact curvature; got 0"),
+        ("samples", -1, ValueError, "samples must be at least 1, .* got -1"),
+        ("reduction", "none", ValueError, "reduction must be 'mean' or 'sum'; got 'none'"),
+        ("reduction", None, ValueError, "reduction must be 'mean' or 'sum'; got None"),
+    ],
+    _log: [
+        ("to", 5, TypeError, "to a SummaryWriter or to a function of a dict and the step, not to 5"),
+        ("to", None, TypeError, "to a SummaryWriter .* not to None"),
+        ("every", 0, ValueError, "every must be a whole number of steps, at least 1; got 0"),
+        ("every", -5, ValueError, "every must be a whole number .* got -5"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "value", "error", "message"),
+    [(call, *case) for call, cases in CALLS.items() for case in cases],
+)
+def test_bad_arguments_of_calls_are_refused(call, name, value, error, message):
+    with pytest.raises(error, match=message):
+        call(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (lambda own: None, "give what optimizer.state_dict.* returned.*; got 'NoneType'"),
+        (lambda own: {"model": 1, "optimizer": own}, r"got \['model', 'optimizer'\]"),
+        (
+            lambda own: own | {"param_groups": own["param_groups"][:1]},
+            r"groups of \[\d+\] .*of \[\d+, 3\]: make it for",
+        ),
+        (lambda own: own | {"param_groups": 5}, "damaged: its groups or its state"),
+        (lambda own: own | {"state": []}, "damaged: its groups or its state"),
+        (lambda own: own | {"state": {99: {}}}, "damaged: its state does not belong to its parameters"),
+        (lambda own: own | {"state": {0: 5}}, "damaged: the state of '.*' is 5"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(saved, message):
+    optimizer = _used()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved(optimizer.state_dict()))
+    _assert_unchanged(optimizer, before)
