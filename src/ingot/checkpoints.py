@@ -50,7 +50,11 @@ def _is_data(value: Any) -> bool:
     """Whether a setting is of one of the kinds that can do no harm."""
     if type(value) in (tuple, list):
         return all(map(_is_data, value))
-    return value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str, torch.dtype)
+    return (
+        value is None
+        or isinstance(value, Tensor)
+        or type(value) in (bool, int, float, complex, str, torch.dtype)
+    )
 
 
 def unpacked(optimizer: NaturalGradient, state_dict: Any) -> tuple[list[Group], dict[Tensor, dict[str, Any]]]:

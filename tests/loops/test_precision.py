@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import AdamW, Optimizer
 
-from ingot import IKFAC, INGD, KFAC, SINGD, rules
+from ingot import IKFAC, INGD, KFAC, SINGD
+from ingot.precision import put
 
 from ..behaviour.training import FAMILY, Uses, assert_identical, held
 from .small import AS_IN_PAPER, DEFAULT, SETTINGS, Small, batches, mean_loss, plain
@@ -273,9 +274,7 @@ def test_adamws_part_in_bfloat16_is_torchs_in_float32_rounded_once():
 
 def _rounded(value: float | Tensor, times: int, seed: int = 0) -> Tensor:
     target = torch.empty(times, dtype=BF16)
-    rules.put(
-        target, torch.as_tensor(value, dtype=FP32).expand(times).clone(), torch.Generator().manual_seed(seed)
-    )
+    put(target, torch.as_tensor(value, dtype=FP32).expand(times).clone(), torch.Generator().manual_seed(seed))
     return target
 
 
