@@ -21,15 +21,16 @@ from .small import DEFAULT, Small, plain
 NAN, INFINITE = float("nan"), float("inf")
 AT_LEAST_0, BELOW_1 = "a number of at least 0", "a number from 0 to below 1"
 TRUTH = (1, None, "yes")
+WRONG = TypeError, ValueError  # where either will do
 
 BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
     "lr": (
         "a number of at least 0, on AdamW's scale",
-        (-1.0, NAN, INFINITE, "fast", None, True, torch.ones(2), 1j),
+        (-1.0, NAN, INFINITE, "fast", None, True, torch.ones(2), 1j, torch.tensor(-1.0), torch.tensor(NAN)),
     ),
     "approx": ("'expand' or 'reduce'", ("expnd", None, 1)),
     "loss_average": ("'batch' for a mean over samples, .* or None for a sum", ("mean", "sum", True)),
-    "momentum": (BELOW_1, (1.0, -0.1, NAN, "0.9", None)),
+    "momentum": (BELOW_1, (1.0, -0.1, NAN, "0.9", None, torch.tensor(2.0))),
     "weight_decay": (AT_LEAST_0, (-0.1, INFINITE, None)),
     "damping": (AT_LEAST_0, (-1, NAN, None)),
     "precond_lr": ("a number from 0 to 1, or a function", (1.5, -0.1, NAN, "x", None)),
@@ -118,7 +119,7 @@ def _assert_unchanged(optimizer: Optimizer, before: dict) -> None:
 
 # --- Other arguments of the constructor ------------------------------------------------------------------
 
-OTHER: dict[str, list[tuple[Any, type[Exception], str]]] = {
+OTHER: dict[str, list[tuple[Any, Any, str]]] = {
     "model": [
         (
             Small().parameters(),
@@ -142,6 +143,12 @@ OTHER: dict[str, list[tuple[Any, type[Exception], str]]] = {
             ValueError,
             "'lrate' is no setting of a parameter group; these are: lr,",
         ),
+        ("head.*", WRONG, "params must be .*got 'head"),
+        ({"params": "head.*"}, WRONG, "params must be .*got {'params'"),
+        (nn.Parameter(torch.ones(2)), WRONG, "params must be"),
+        (5, WRONG, "params must be .*got 5"),
+        ([{"lr": 0.1}], WRONG, "params"),
+        (set(Small().parameters()), TypeError, "ordered"),
         ([{"params": "*"}, nn.Parameter(torch.ones(2))], TypeError, "put the parameters into a group"),
     ],
     "structure": [
@@ -149,11 +156,16 @@ OTHER: dict[str, list[tuple[Any, type[Exception], str]]] = {
         (("dense",), ValueError, r"a pair for K and C, got \('dense',\)"),
         ("dense(2)", ValueError, "layer 'embedding'.* cannot fill .* leave the size out"),
         ("block_diagonal(0)", ValueError, "must be at least 1"),
+        ("", WRONG, "structure .*''"),
+        ((), WRONG, "a pair for K and C, got"),
         (5, TypeError, "a structure is text such as .* got 5"),
         (lambda dim: Diagonal(dim + 1), ValueError, "layer 'embedding'.* was asked for dimension"),
     ],
     "adamw": [
         ({"betas": (0.9, 1.0)}, ValueError, "betas must be a pair"),
+        (5, WRONG, "adamw must be .*got 5"),
+        ("fast", WRONG, "adamw must be .*got 'fast'"),
+        ({"params": []}, ValueError, "'params' is no setting"),
         ({"beta1": 0.9}, ValueError, "'beta1' is no setting of a parameter group; these are: lr,"),
     ],
     "fisher": [
@@ -171,6 +183,20 @@ def test_bad_arguments_of_the_constructor_are_refused(name, value, error, messag
     with pytest.raises(error, match=message):
         SINGD(**{"model": model} | {name: value})
     assert not hooks(model)
+
+
+def test_bad_settings_of_adamw_are_refused_where_it_trains_nothing_yet():
+    with pytest.raises(ValueError, match="'beta1' is no setting"):
+        SINGD(nn.Linear(4, 3), adamw={"beta1": 0.9})
+
+
+def test_what_others_keep_in_groups_survives_a_checkpoint():
+    """As timm's lr_scale, by which its schedulers find layers."""
+    model = Small()
+    optimizer = SINGD(model)
+    optimizer.param_groups[0]["lr_scale"] = 0.5
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["lr_scale"] == 0.5
 
 
 @pytest.mark.parametrize("structure", ["hierarchical(2,2)", "triu", ("dense", "tril_toeplitz")])
@@ -197,6 +223,8 @@ def test_riemannian_momentum_is_singds(optimizer_class):
         ),
         (lambda m: {"params": m.convolution.parameters(), "structure": 5}, TypeError, "a structure is text"),
         (lambda m: {"params": [m.norm.weight + 1]}, ValueError, "non-leaf"),
+        (lambda m: [m.norm.weight], TypeError, "param_group must be a dict"),
+        (lambda m: {"lr": 0.1}, WRONG, "params"),
     ],
 )
 def test_a_bad_group_that_is_added_leaves_the_optimizer_as_it_was(group, error, message):
@@ -231,11 +259,16 @@ def _log(**arguments: Any) -> None:
         assert not optimizer._optimizer_step_post_hooks
 
 
-CALLS: dict[Callable[..., None], list[tuple[str, Any, type[Exception], str]]] = {
+CALLS: dict[Callable[..., None], list[tuple[str, Any, Any, str]]] = {
     _curvature: [
         ("loss", "hinge", ValueError, "loss must be one of 'cross_entropy', .*'mse'; got 'hinge'"),
         ("loss", nn.functional.mse_loss, ValueError, "loss must be one of 'cross_entropy'.* got <function"),
         ("samples", 0, ValueError, "samples must be at least 1, or None for the exact curvature; got 0"),
+        ("samples", 1.5, WRONG, "samples must be .* got 1.5"),
+        ("samples", "2", WRONG, "samples must be .* got '2'"),
+        ("dim", 7, (IndexError, ValueError), "dim.* got 7"),
+        ("output", None, WRONG, "output must be .* got None"),
+        ("output", torch.ones(2, 3), (RuntimeError, ValueError), "output must"),
         ("samples", -1, ValueError, "samples must be at least 1, .* got -1"),
         ("reduction", "none", ValueError, "reduction must be 'mean' or 'sum'; got 'none'"),
         ("reduction", None, ValueError, "reduction must be 'mean' or 'sum'; got None"),
@@ -244,6 +277,8 @@ CALLS: dict[Callable[..., None], list[tuple[str, Any, type[Exception], str]]] = 
         ("to", 5, TypeError, "to a SummaryWriter or to a function of a dict and the step, not to 5"),
         ("to", None, TypeError, "to a SummaryWriter .* not to None"),
         ("every", 0, ValueError, "every must be a whole number of steps, at least 1; got 0"),
+        ("every", 2.5, WRONG, "every must be a whole number .* got 2.5"),
+        ("every", "x", WRONG, "every must be a whole number .* got 'x'"),
         ("every", -5, ValueError, "every must be a whole number .* got -5"),
     ],
 }
@@ -256,6 +291,17 @@ CALLS: dict[Callable[..., None], list[tuple[str, Any, type[Exception], str]]] = 
 def test_bad_arguments_of_calls_are_refused(call, name, value, error, message):
     with pytest.raises(error, match=message):
         call(**{name: value})
+
+
+def test_every_argument_of_calls_has_a_bad_case():
+    """But for those that may be anything."""
+    of_curvature, of_log = ({name for name, *_ in cases} for cases in CALLS.values())
+    assert of_curvature == inspect.signature(SINGD.curvature_backward).parameters.keys() - {"self"}
+    assert of_log == inspect.signature(SINGD.log_diagnostics).parameters.keys() - {
+        "self",
+        "prefix",
+        "conditions",
+    }
 
 
 @pytest.mark.parametrize(

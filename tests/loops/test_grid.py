@@ -233,6 +233,21 @@ def added_later(model: nn.Module, optimizer: Optimizer) -> None:
     plain(model, optimizer)
 
 
+def biases_added_later(model: nn.Module, optimizer: Optimizer) -> None:
+    """Nothing was trained yet, so that a bias can still be part of its weight's matrix."""
+    optimizer.add_param_group({"params": [p for name, p in model.named_parameters() if "bias" in name]})
+    plain(model, optimizer)
+
+
+def rest_added_later(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.add_param_group({"params": [model.position, *model.norm.parameters()]})
+    plain(model, optimizer)
+
+
+def _all_but(model: nn.Module, *parts: str) -> list[Tensor]:
+    return [p for name, p in model.named_parameters() if not any(part in name for part in parts)]
+
+
 def _changing(change: Callable[[nn.Module], Any]) -> Loop:
     return partial(changed, change=change)
 
@@ -299,6 +314,12 @@ ROWS = {
     "scaler, disabled": Row(partial(scaled, enabled=False, unscale=True)),
     # Groups and their settings
     "groups added later": Row(added_later, own=lambda m: {"params": m.head.parameters()}),
+    "biases added later": Row(biases_added_later, own=lambda m: {"params": _all_but(m, "bias")}),
+    "AdamW's parameters added later": Row(
+        rest_added_later,
+        settings={"adamw": {"lr": 0.05, "weight_decay": 0.0}},
+        own=lambda m: {"params": _all_but(m, "position", "norm")},
+    ),
     "weight and bias apart": Row(
         plain, own=lambda m: {"params": [{"params": "*weight"}, {"params": "*bias", "weight_decay": 0.01}]}
     ),
@@ -351,3 +372,14 @@ def test_the_plain_loop_moves_all_weights_and_factors(optimizer_class, settings)
             assert key not in state or not torch.equal(state[key], after[name][1][key]), (name, key)
     assert sum("exp_avg" in state for _, state in before.values()) == 3
     assert sum(optimizer.rule.names[0] in state for _, state in before.values()) == 5
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_the_scale_of_a_loss_is_not_taken_for_another_average(scale):
+    """The paper's settings check a cross entropy's average at the first batch, and warn if it is another."""
+    model = Small()
+    optimizer = FAMILY[0](model, **SETTINGS["paper"])
+    scaler = GradScaler("cpu", init_scale=scale)
+    for batch in batches(1, size=16):
+        scaler.scale(mean_loss(model, batch)).backward()
+        scaler.step(optimizer)

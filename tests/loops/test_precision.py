@@ -167,6 +167,22 @@ def test_statistics_under_autocast_are_exact_products_of_what_was_computed(insid
     torch.testing.assert_close(seen.c.reshape(3, 3), 8 * g.mT @ g)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("optimizer_class", FAMILY)
+def test_a_step_inside_of_autocast_is_one_outside(optimizer_class, dtype):
+    """AdamW takes no products, so loops that step inside exist."""
+    model, optimizers = Small(), []
+    for inside in (False, True):
+        twin = copy.deepcopy(model)
+        optimizers.append((twin, optimizer_class(twin, **DEFAULT)))
+        for batch in batches(3):
+            optimizers[-1][1].zero_grad()
+            mean_loss(twin, batch).backward()
+            with torch.autocast("cpu", dtype, enabled=inside):
+                optimizers[-1][1].step()
+    assert_identical(*(held(*each) for each in optimizers))
+
+
 # --- One rounding ----------------------------------------------------------------------------------------
 
 
@@ -248,6 +264,52 @@ def test_weights_in_bfloat16_are_computed_in_float32_and_rounded_once(optimizer_
             _assert_rounded_once(p.detach(), (1 - decay) * old - length * momentum)
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("optimizer_class", FAMILY)
+def test_momenta_in_bfloat16_are_computed_in_float32_and_rounded_once(optimizer_class, name):
+    model = nn.Linear(12, 9, bias=False).to(BF16)
+    optimizer = optimizer_class(model, **SETTINGS[name] | {"weight_decay": 0.1})
+    for step in range(3):
+        weight, old = model.weight.detach().double().clone(), _exact(optimizer.state.get(model.weight, {}))
+        optimizer.zero_grad()
+        model(torch.randn(16, 12, dtype=BF16)).float().square().sum(1).mean().backward()
+        optimizer.step()
+        state = optimizer.state[model.weight]
+        if optimizer_class is KFAC:
+            left, right = (_square(state[f"S_{side}_inverse"].double()) for side in "KC")
+        else:
+            left, right = (_square(state[side].double()) for side in "KC")
+            left, right = left @ left.mT, right @ right.mT
+        update = right @ model.weight.grad.double() @ left + 0.1 * (name == "paper") * weight
+        if step:
+            _assert_rounded_once(state["momentum_buffer"], 0.9 * old["momentum_buffer"] + update)
+
+
+class Spectral(nn.Module):
+    """A filter in the space of frequencies, as in Fourier neural operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.filter = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4)
+
+
+def test_complex_parameters_are_trained_as_by_torchs_adamw():
+    results = []
+    for make in (lambda m: SINGD(m), lambda m: AdamW(m.parameters())):
+        model = Spectral()
+        optimizer = make(model)
+        for x in torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        results.append(model.filter.detach())
+    torch.testing.assert_close(*results)
+
+
 def test_adamws_part_in_bfloat16_is_torchs_in_float32_rounded_once():
     model = nn.LayerNorm(50).to(BF16)
     optimizer = SINGD(model, lr=0.02, weight_decay=0.1)
@@ -307,6 +369,12 @@ def test_a_number_is_rounded_to_one_of_its_two_neighbours(bits, seed):
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_stays_so(value):
     torch.testing.assert_close(_rounded(value, 1000), torch.full((1000,), value, dtype=BF16), equal_nan=True)
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001])
+def test_every_nan_stays_one(bits):
+    """A GPU makes the first of these."""
+    assert _rounded(_bits(bits), 1000).isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_betas_given_to_adamw_stay_while_the_momentum_of_layers_is_driven():
     assert [(g["momentum"], g.get("betas")) for g in both.param_groups] == [(0.95, None), (0.95, betas)]
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "ReduceLROnPlateau"])
+@every_scheduler
 def test_a_rate_in_a_tensor_is_driven_like_a_number(name):
     runs = []
     for lr in (0.01, torch.tensor(0.01)):
@@ -204,6 +204,16 @@ def test_a_rate_in_a_tensor_is_driven_like_a_number(name):
         optimizer = SINGD(model, **DEFAULT | {"lr": lr})
         runs.append((_train(model, optimizer, SCHEDULERS[name](optimizer)), held(model, optimizer)))
     torch.testing.assert_close(*runs, rtol=1e-10, atol=1e-12)
+
+
+def test_a_rate_in_a_tensor_belongs_to_one_optimizer():
+    """Schedulers fill it in place."""
+    first, second = (SINGD(Small(), lr=torch.tensor(0.01)) for _ in range(2))
+    saved = first.state_dict()
+    second.load_state_dict(saved)
+    second.param_groups[0]["lr"].fill_(0.5)
+    assert [float(group["lr"]) for group in first.param_groups] == [0.01, 0.01]
+    assert float(saved["param_groups"][0]["lr"]) == 0.01
 
 
 def test_a_warm_up_from_nothing_begins_with_the_factors():
