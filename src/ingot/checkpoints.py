@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ingot import adamw
 from ingot.conversion import converted
-from ingot.groups import Group, check_group
+from ingot.groups import Group, check_settings
 from ingot.model import Layer, named_parameters
 from ingot.rules import NUMBERS, Pair
 
@@ -38,7 +38,10 @@ def packed(state_dict: dict[str, Any]) -> dict[str, Any]:
         index: {key: torch.tensor(v) if isinstance(v, int) else v for key, v in state.items()}
         for index, state in state_dict["state"].items()
     }
-    groups = [{k: v for k, v in group.items() if _is_plain(v)} for group in state_dict["param_groups"]]
+    groups = [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if _is_plain(v)}
+        for group in state_dict["param_groups"]
+    ]
     return state_dict | {"state": states, "param_groups": [group | {"format": FORMAT} for group in groups]}
 
 
@@ -130,7 +133,7 @@ def _settings(group: Group, given: Mapping[str, Any]) -> Group:
                 "tensors are loaded, never functions or objects"
             )
     try:
-        check_group(group | {k: v for k, v in saved.items() if k not in _KEPT})
+        check_settings(group | {k: v for k, v in saved.items() if k not in _KEPT})
     except (ValueError, TypeError) as error:
         raise ValueError(f"the checkpoint has a setting that makes no sense: {error}") from None
     return deepcopy(saved)

@@ -55,8 +55,8 @@ class CollectingOptimizer(ModelOptimizer):
             g = g.to(c.entries)
             use = Use(tap.adapter, tap.module, x, g, start=start, flipped=tap.flipped, constant=constant)
             sums = sums_of_use(self.rule.statistic, (k, c), use, group["approx"])
-        if not self._now.loss_is_checked:
-            self._check_loss(layer, use, group)
+        if not self._now.loss_is_seen:
+            self._see_loss(layer, use, group)
         terms = use.batch * use.places if group["loss_average"] == "token" else use.batch
         layer.pending = layer.pending or Pending()
         if self._now.curvature_pass is None:
@@ -107,6 +107,10 @@ class CollectingOptimizer(ModelOptimizer):
             reduction: Whether the loss is a ``"mean"`` or a ``"sum"``.
             dim: The dimension of classes or of the values of one prediction.
         """
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            raise ValueError(f"output must be the model's own, with a gradient to be had; got {output!r}")
+        if not -output.dim() <= dim < output.dim():
+            raise ValueError(f"dim must be one of the output's {output.dim()} dimensions; got {dim!r}")
         outputs = output.numel() // output.shape[dim]
         with self._curvature(_CurvaturePass(outputs, -1 if reduction == "mean" else 0)):
             vectors = curvature_of_losses.directions(output.detach(), loss, samples, reduction, dim)
@@ -116,17 +120,25 @@ class CollectingOptimizer(ModelOptimizer):
             for vector in vectors:
                 torch.autograd.grad(output, weights, vector, retain_graph=True, allow_unused=True)
 
-    def _check_loss(self, layer: Layer, use: Use, group: Group) -> None:
-        """See whether the first gradients at the model's end are those of a loss as it was declared."""
-        self._now.loss_is_checked = True
+    def _see_loss(self, layer: Layer, use: Use, group: Group) -> None:
+        """Look at the first gradients at the model's end, if what the loss is a mean of matters."""
+        self._now.loss_is_seen = True
         cancels = group["relative_damping"] and group["factor_start"] == "trace" and group["normalize_step"]
         if not cancels and self._now.curvature_pass is None and not use.flipped:
-            other = health.other_average(use.gradients, group["loss_average"])
+            weight = health.weight_of_terms(use.gradients)
+            self._now.seen_loss = layer.name, weight, use.batch, use.places, group["loss_average"]
+
+    def _check_loss(self, scale: Tensor | None) -> None:
+        """Say so if the loss was not as it was declared."""
+        if self._now.seen_loss is not None:
+            name, weight, *declared = self._now.seen_loss
+            self._now.seen_loss = None
+            other = health.other_average(weight if scale is None else weight / float(scale), *declared)
             if other:
-                self._reporter.note("loss", layer.name, other)
+                self._reporter.note("loss", name, other)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_fisher": self._fisher}
+        return super().__getstate__() | {"_fisher": self._fisher, "_adamw": self._adamw}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_fisher" in state:  # a copy or unpickled; torch also comes here when it loads a state_dict

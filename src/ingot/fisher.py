@@ -68,8 +68,8 @@ def directions(
     """
     if loss not in _LOSSES:
         raise ValueError(f"loss must be one of {', '.join(map(repr, _LOSSES))}; got {loss!r}")
-    if samples is not None and samples < 1:
-        raise ValueError(f"samples must be at least 1, or None for the exact curvature; got {samples}")
+    if samples is not None and (not isinstance(samples, int) or samples < 1):
+        raise ValueError(f"samples must be at least 1, or None for the exact curvature; got {samples!r}")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
     sample, column = _LOSSES[loss]

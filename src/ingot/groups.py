@@ -30,8 +30,14 @@ def trained_groups(model: nn.Module, params: Params | None) -> list[Group]:
     named = named_parameters(model)
     if params is None:
         return _not_empty([{"params": list(named.values())}])
+    if isinstance(params, set):
+        raise TypeError("params must be ordered, and a set is not: give a list")
+    if isinstance(params, str | Tensor | Mapping) or not isinstance(params, Iterable):
+        raise TypeError(f"params must be a list of parameters, names of them or groups; got {params!r}")
     given = list(params)
     groups = [dict(g) for g in given if isinstance(g, Mapping)]
+    if any("params" not in group for group in groups):
+        raise ValueError(f"every group needs 'params', the parameters or their names; got {groups!r}")
     if not groups:
         groups = [{"params": given}]
     elif len(groups) < len(given):
@@ -88,6 +94,16 @@ def separate_adamw(groups: list[Group], preconditioned: set[nn.Parameter], adamw
     return separated
 
 
+def check_adamw(settings: Any, defaults: Group) -> Group:
+    """The settings of AdamW's groups as a dict of their own, if they make sense."""
+    if not isinstance(settings, Mapping):
+        raise TypeError(f"adamw must be a dict of settings such as {{'lr': 1e-3}}; got {settings!r}")
+    if "params" in settings:
+        raise ValueError("'params' is no setting of AdamW's groups: it gets what has no factors")
+    check_group(defaults | dict(settings))
+    return dict(settings)
+
+
 def structure_pair(structure: Any) -> tuple[Factory, Factory]:
     """Factories for K and C from one structure for both or a pair."""
     if isinstance(structure, tuple | list):
@@ -100,7 +116,7 @@ def structure_pair(structure: Any) -> tuple[Factory, Factory]:
 def _number(low: float, high: float = float("inf"), *, open_high: bool = False) -> Callable[[Any], bool]:
     def check(value: Any) -> bool:
         if isinstance(value, Tensor):
-            return value.numel() == 1
+            value = value.item() if value.numel() == 1 and not value.is_complex() else None
         if not isinstance(value, Real) or isinstance(value, bool) or not isfinite(value):
             return False
         number = float(value)
@@ -166,15 +182,21 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 # The rest of what stands in a group: its members, a name for the user's eyes, what torch's schedulers write.
 _ALLOWED = frozenset({"params", "param_names", "name", "structure"})
+_ALLOWED |= {"lr_scale"}  # timm's decay of the rate by layers
 _ALLOWED |= {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
 
 
 def check_group(group: Group) -> None:
     """Refuse settings that make no sense, and say what would."""
+    check_settings(group)
+    for name in group:
+        if name not in _CHECKS and name not in _ALLOWED:
+            raise ValueError(f"{name!r} is no setting of a parameter group; these are: {', '.join(_CHECKS)}")
+
+
+def check_settings(group: Group) -> None:
+    """The same for the settings that are ours, whatever else others keep in a group."""
     for name, (check, wanted) in _CHECKS.items():
         if not check(group.get(name)):
             raise ValueError(f"{name} must be {wanted}; got {group.get(name)!r}")
     structure_pair(group["structure"])
-    for name in group:
-        if name not in _CHECKS and name not in _ALLOWED:
-            raise ValueError(f"{name!r} is no setting of a parameter group; these are: {', '.join(_CHECKS)}")

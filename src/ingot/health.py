@@ -134,11 +134,12 @@ def log(optimizer: NaturalGradient, to: Any, every: int, prefix: str, conditions
         raise TypeError(
             f"diagnostics go to a SummaryWriter or to a function of a dict and the step, not to {to!r}"
         )
-    if every < 1:
+    if not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be a whole number of steps, at least 1; got {every!r}")
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        steps = max((state.get("steps", 0) for state in optimizer.state.values()), default=0)
+        counts = (state.get("steps", state.get("step", 0)) for state in optimizer.state.values())
+        steps = int(max(counts, default=0))
         if steps % every == 0:
             write(optimizer.diagnostics(conditions).scalars(prefix), steps)
 
@@ -194,7 +195,7 @@ class Reporter:
         found, self._found = self._found, {}
         self._said |= {(kind, name) for (kind, _), names in found.items() for name in names}
         for (kind, detail), names in found.items():
-            listed = ", ".join(repr(name) for name in list(names)[:5])
+            listed = ", ".join(repr(name) if name else "the model" for name in list(names)[:5])
             if len(names) > 5:
                 listed += f" and {len(names) - 5} more"
             warnings.warn(
@@ -210,23 +211,27 @@ class Reporter:
 _AVERAGES = {"batch": "a mean over samples", "token": "a mean over samples and positions", None: "a sum"}
 
 
-def other_average(gradients: Tensor, declared: str | None) -> str:
-    """What a cross entropy's average seems to be, in words, where that is not what was declared.
+def weight_of_terms(gradients: Tensor) -> float:
+    """The weight that a cross entropy gives to each of its terms, if its gradients are these; otherwise 0.
 
     ``gradients`` are those of a last layer's outputs, ``[batch, places, classes]``. Those of a cross entropy
     are w (p - y): one negative entry in each row, and a sum of zero. The largest positive part, w (1 - p_y),
     is somewhat below w at the beginning of a training, and w tells of how many terms the loss is a mean.
     """
-    batch, places, classes = gradients.shape[-3:]
-    rows = gradients.reshape(-1, classes).float()
+    rows = gradients.flatten(0, -2).float()
     rows = rows[rows.abs().amax(-1) > 0]
-    if classes < 3 or batch < 8 or not len(rows):
-        return ""
+    if rows.shape[-1] < 3 or not len(rows):
+        return 0.0
     positive, total = rows.clamp_min(0).sum(-1), rows.sum(-1)
-    if not bool(((rows < 0).sum(-1) == 1).all()) or not bool((total.abs() < 1e-2 * positive).all()):
+    is_one = ((rows < 0).sum(-1) == 1).all() & (total.abs() < 1e-2 * positive).all()
+    return positive.max().item() if bool(is_one) else 0.0
+
+
+def other_average(weight: float, batch: int, places: int, declared: str | None) -> str:
+    """What a cross entropy's average seems to be, in words, where that is not what was declared."""
+    if batch < 8 or not weight:
         return ""
     terms = {"batch": batch, "token": batch * places, None: 1}
-    weight = positive.max().item()
     fitting = [kind for kind, count in terms.items() if 0.3 < weight * count < 1.2]
     if not fitting or terms[declared] in [terms[kind] for kind in fitting]:
         return ""

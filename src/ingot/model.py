@@ -122,8 +122,9 @@ def find_layers(
     _refuse_sparse(model, trained)
     claims: dict[nn.Parameter, list[Claim]] = {}
     for claim in _claims(model):
-        if claim.weight is not None and claim.weight in trained:
-            claims.setdefault(claim.weight, []).append(claim)
+        weight = claim.weight
+        if weight is not None and weight in trained and not weight.is_complex():  # for which there is no rule
+            claims.setdefault(weight, []).append(claim)
     layers: dict[nn.Parameter, Layer] = {}
     biases: set[nn.Parameter] = set()
     for weight, found in claims.items():

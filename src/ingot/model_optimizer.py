@@ -31,7 +31,8 @@ class Now:
     paused: bool = False
     has_followed: bool = False  # whether changes of the model were looked for since the last step
     has_all_groups: bool = False
-    loss_is_checked: bool = False
+    loss_is_seen: bool = False
+    seen_loss: Any = None  # what the next step is to check of it
     curvature_pass: Any = None  # that statistics come from at the moment, if not from the loss's
 
 
@@ -41,6 +42,8 @@ class ModelOptimizer(Optimizer):
     Parameters may be replaced, converted, resized, tied and untied while they are trained. Each keeps its
     group, and its state where that still fits.
     """
+
+    _adamw: Group  # settings of groups that AdamW trains
 
     @abstractmethod
     def _bind(self, layer: Layer) -> Pair:
@@ -71,27 +74,60 @@ class ModelOptimizer(Optimizer):
         self._now = Now(compiled_before)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, as with any torch optimizer; layers of the model are preconditioned there, too."""
+        """Add a group, as with any torch optimizer; layers of the model are preconditioned there, too.
+
+        A bias whose weight is not trained yet becomes part of its matrix. A group without any layer has
+        the settings of the others that AdamW trains, where it does not say otherwise.
+        """
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f"param_group must be a dict with 'params'; got {param_group!r}")
         check_group(self.defaults | param_group)
         self._follow_model()
-        super().add_param_group(param_group)
-        self._index_groups()
         if not self._now.has_all_groups:  # the constructor's come one by one: layers would be incomplete
+            self._append(param_group)
             return
+        given = param_group["params"]
+        params = given if isinstance(given, Tensor | set) else list(given)
+        own = {
+            p[1] if isinstance(p, tuple) else p for p in ([params] if isinstance(params, Tensor) else params)
+        }
+        trained = preconditionable(self.param_groups) | (
+            own if param_group.get("precondition", True) else set()
+        )
+        decided = {weight: bias for weight, bias in self._watch.biases.items() if self.state.get(weight)}
+        found = find_layers(self._watch.model, trained, decided)
+        has_layers = any(p in own for layer in found.values() for p in layer.parameters)
+        self._append(({} if has_layers else self._adamw) | param_group | {"params": params})
         try:
-            trained = preconditionable(self.param_groups)
-            self._attach(find_layers(self._watch.model, trained, self._watch.biases))
+            self._renew(found)
         except ValueError:  # a structure that does not fit: nothing was hooked, so forget the group as well
             self.param_groups.pop()
             self._index_groups()
             raise
 
-    def _attach(self, layers: dict[nn.Parameter, Layer]) -> None:
-        """Begin to watch the layers that are new."""
-        new = [layer for weight, layer in layers.items() if weight not in self._watch.layers]
-        for layer in new:
+    def _append(self, group: Group) -> None:
+        super().add_param_group(group)
+        for name, value in group.items():
+            if isinstance(value, Tensor):  # a learning rate, which schedulers change in place
+                group[name] = value.clone()
+        self._index_groups()
+
+    def _renew(self, layers: dict[nn.Parameter, Layer]) -> None:
+        """Watch these layers from now on; those that stay the same are left alone."""
+        watched = self._watch.layers
+        new = {
+            weight: layer
+            for weight, layer in layers.items()
+            if weight not in watched
+            or layer.uses != watched[weight].uses
+            or layer.bias is not watched[weight].bias
+        }
+        for layer in new.values():
             layer.structures = self._bind(layer)
-        self._watch.attach(new, self._group_index)
+        for weight, layer in list(watched.items()):
+            if weight in new or weight not in layers:
+                self._watch.drop(layer)
+        self._watch.attach(new.values(), self._group_index)
         self._refresh()
 
     def detach(self) -> None:
@@ -163,12 +199,7 @@ class ModelOptimizer(Optimizer):
             self.state.pop(old, None)
             self._kinds.pop(old, None)
         self._index_groups()
-        found = find_layers(watch.model, preconditionable(self.param_groups), biases)
-        for weight, layer in list(watch.layers.items()):
-            now = found.get(weight)
-            if now is None or now.uses != layer.uses or now.bias is not layer.bias:
-                watch.drop(layer)
-        self._attach(found)
+        self._renew(find_layers(watch.model, preconditionable(self.param_groups), biases))
         for weight, layer in watch.layers.items():
             if weight in self.state:
                 self.state[weight] = self._fitting(layer, self.state[weight])
@@ -204,7 +235,7 @@ class ModelOptimizer(Optimizer):
             model, biases = followed
             self._begin(model, compiled_before=False)
             self._index_groups()
-            self._attach(find_layers(model, preconditionable(self.param_groups), biases))
+            self._renew(find_layers(model, preconditionable(self.param_groups), biases))
             self._now.has_all_groups = True
 
 

@@ -15,10 +15,10 @@ from ingot import checkpoints, health, rules, stability
 from ingot.checkpoints import SIZES
 from ingot.collecting import CollectingOptimizer
 from ingot.description import Description, describe
-from ingot.groups import Group, Params, separate_adamw, structure_pair, trained_groups
+from ingot.groups import Group, Params, check_adamw, separate_adamw, structure_pair, trained_groups
 from ingot.model import Layer, find_layers, is_compiled, named_parameters, unwrapped
 from ingot.model_optimizer import preconditionable
-from ingot.precision import computing, keeping, put
+from ingot.precision import computing, keeping, put, without_autocast
 from ingot.rules import NUMBERS, InverseFree, Inverting, Pair, Rule, Settings, Statistics
 from ingot.scaling import loss_scale
 from ingot.structures import Factory, bind, resolve
@@ -114,7 +114,10 @@ class NaturalGradient(CollectingOptimizer):
     ) -> None:
         # Every keyword but adamw is the default of a group's setting of the same name.
         defaults = {k: v for k, v in locals().items() if k not in _NOT_SETTINGS}
-        defaults |= {"structure": structure or self.default_structure, "precondition": True}
+        defaults |= {
+            "structure": self.default_structure if structure is None else structure,
+            "precondition": True,
+        }
         defaults["eps"] = 1e-8  # no betas: torch's schedulers would drive those of AdamW instead of momentum
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -124,13 +127,15 @@ class NaturalGradient(CollectingOptimizer):
         if fisher not in ("empirical", "separate"):
             raise ValueError(f"fisher must be 'empirical' or 'separate'; got {fisher!r}")
         self._begin_collecting(fisher)
+        adamw = check_adamw({} if adamw is None else adamw, defaults)
         inner = unwrapped(model)
         self._begin(inner, is_compiled(model))
         groups = trained_groups(inner, params)
         found = find_layers(inner, preconditionable(groups))
         preconditioned = {p for layer in found.values() for p in layer.parameters}
-        super().__init__(separate_adamw(groups, preconditioned, dict(adamw or {})), defaults)
-        self._attach(found)
+        self._adamw = adamw
+        super().__init__(separate_adamw(groups, preconditioned, adamw), defaults)
+        self._renew(found)
         self._now.has_all_groups = True
 
     def _bind(self, layer: Layer) -> Pair:
@@ -252,6 +257,14 @@ class NaturalGradient(CollectingOptimizer):
             return loss
         self._check_captured()
         scale = loss_scale() if self._fisher == "empirical" else None
+        self._check_loss(scale)
+        with without_autocast({p.device.type for p in self._group_index}):
+            self._step_all(scale)
+        self._refresh()
+        self._reporter.after_step(self)
+        return loss
+
+    def _step_all(self, scale: Tensor | None) -> None:
         done: set[Tensor] = set()
         for layer in self._layers.values():
             # A layer that was never captured (its module's forward was bypassed) has no factors: AdamW's.
@@ -263,9 +276,6 @@ class NaturalGradient(CollectingOptimizer):
             layer.pending = None
         for group in self.param_groups:
             self._step_adamw(group, [p for p in group["params"] if p.grad is not None and p not in done])
-        self._refresh()
-        self._reporter.after_step(self)
-        return loss
 
     def _is_asked_for_state(self) -> bool:
         """Whether this is the empty step by which torch.distributed.checkpoint lets state come to be."""
@@ -328,6 +338,10 @@ class NaturalGradient(CollectingOptimizer):
         rate = group["precond_lr"]
         if callable(rate):
             rate = rate(updates)
+            if not 0 <= rate <= 1:
+                raise ValueError(
+                    f"precond_lr must give numbers from 0 to 1; got {rate!r} for {updates} updates"
+                )
         elif group["precond_warmup"]:
             rate = stability.warmed_rate(rate, updates)
         return Settings(rate, *(group[name] for name in Settings._fields[1:]))
@@ -399,7 +413,7 @@ class NaturalGradient(CollectingOptimizer):
         """A parameter's momentum with the update added, and the weight decay where the paper adds it."""
         group, state = self._group(p), self.state[p]
         if group["weight_decay"] and not group["decoupled_weight_decay"]:
-            update = update + group["weight_decay"] * p
+            update = update + group["weight_decay"] * p.to(update.dtype)
         if not group["momentum"]:
             return update
         if "momentum_buffer" not in state:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
 import torch
 from torch import Tensor
 
 
 def computing(dtype: torch.dtype) -> torch.dtype:
     """The dtype that products and norms are taken in: float32 for the shorter ones, then rounded."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def keeping(dtype: torch.dtype) -> torch.dtype:
@@ -27,5 +30,16 @@ def put(target: Tensor, value: Tensor, generator: torch.Generator | None = None)
         noise = torch.randint(
             1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=generator
         )
-        value = (value.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
+        rounded = (value.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
+        value = torch.where(value.isfinite(), rounded, value)
     target.copy_(value)
+
+
+@contextmanager
+def without_autocast(devices: Iterable[str]) -> Iterator[None]:
+    """Products are taken in the dtypes of their factors here, even if the caller wants others."""
+    with ExitStack() as stack:
+        for device in devices:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

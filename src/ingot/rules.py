@@ -102,7 +102,9 @@ def kfac_gradient(inverse_k: Factor, inverse_c: Factor, gradient: Tensor) -> Ten
 
 def accumulate(momentum: Tensor, update: Tensor, rate: float) -> Tensor:
     """The momentum α₂ m + update, in place."""
-    return momentum.mul_(rate).add_(update)
+    if computing(momentum.dtype) == momentum.dtype:
+        return momentum.mul_(rate).add_(update)
+    return momentum.copy_(momentum.to(update.dtype).mul_(rate).add_(update))  # rounded once
 
 
 def descend(weight: Tensor, momentum: Tensor, length: Tensor | float, decay: Tensor | float) -> None:
