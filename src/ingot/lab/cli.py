@@ -13,6 +13,8 @@ import torch
 import typer
 from rich.console import Console
 
+from ingot.lab import precision as study
+from ingot.lab import precision_report
 from ingot.lab.digits import digits
 from ingot.lab.plot import plot_error, save
 from ingot.lab.progress import Job, train_all
@@ -30,11 +32,6 @@ BASELINES = ("AdamW", "SGD")
 """What the natural-gradient optimizers are compared with; state is counted relative to the first."""
 
 COLUMNS = ("optimizer", "lr", "test error (%)", "test loss", "seconds / run", f"state / {BASELINES[0]}'s")
-
-
-@app.callback()
-def main() -> None:
-    """Keep ``demo`` a command of its own: with a single command and no callback, typer drops its name."""
 
 
 def _positive(value: int) -> int:
@@ -87,6 +84,34 @@ def demo(out: Out = Path("runs/demo"), steps: Steps = 300, seeds: Seeds = 3, thr
     report.write_text(markdown_report(rows, settings), encoding="utf-8")
     console.print(rich_table(COLUMNS, rows, title=f"{task.title}: after {steps} steps"))
     typer.echo(report)  # not through rich, which would break a long path
+
+
+@app.command()
+def precision(
+    out: Out = Path("runs/precision"),
+    steps: Steps = 200,
+    seeds: Seeds = 5,
+    threads: Threads = 1,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Search for the settings again first, for ten minutes more.")
+    ] = False,
+) -> None:
+    """Train in bfloat16 and in float32 with SINGD, IKFAC and KFAC and compare them, in four minutes."""
+    _make_directory(out)
+    torch.set_num_threads(threads)
+    console = Console()
+    task, schedule = study.task(), Schedule(steps)
+    tuned = study.tune(task, schedule, console) if tune else study.TUNED
+    results = study.compare(task, tuned, schedule, range(seeds), console)
+    rows, settings = precision_report.table_rows(results), describe(task, schedule, seeds)
+    save(precision_report.plot(results, task.title), out / "precision")
+    write_records(out / "records.json", {"settings": settings, "results": precision_report.records(results)})
+    report = out / "report.md"
+    report.write_text(
+        precision_report.markdown_report(results, settings, searched_now=tune), encoding="utf-8"
+    )
+    console.print(rich_table(precision_report.COLUMNS, rows, title=f"{task.title}: after {steps} steps"))
+    typer.echo(report)
 
 
 # --- Report ---------------------------------------------------------------------------------------------

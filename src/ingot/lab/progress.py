@@ -18,6 +18,7 @@ class Job(NamedTuple):
     name: str  # of the bar that it advances; jobs of one name share a bar
     steps: int
     train: Callable[..., Run]  # from a seed, with a watcher as ``watch``
+    note: str = ""  # what tells it from others of its name
 
 
 def train_all(jobs: Sequence[Job], seeds: Sequence[int], console: Console) -> list[Run]:
@@ -43,8 +44,8 @@ def train_all(jobs: Sequence[Job], seeds: Sequence[int], console: Console) -> li
                 run = job.train(seed, watch=partial(_advance, bars, ids[job.name]))
                 runs.append(run)
                 if not console.is_terminal:
-                    error, seconds = run.test_error_percent[-1], run.seconds[-1]
-                    console.print(f"seed {seed}  {job.name:<6} test error {error:5.2f} %  {seconds:5.1f} s")
+                    ended = f"test error {run.test_error_percent[-1]:5.2f} %  {run.seconds[-1]:5.1f} s"
+                    console.print(f"seed {seed}  {job.name:<6} {ended}  {job.note}".rstrip())
     return runs
 
 
