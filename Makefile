@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format docs models bench clean
+.PHONY: help setup demo precision test test-slow lint format docs models bench memory clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,6 +20,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: setup ## Train on handwritten digits with five optimizers; writes a figure and a table to runs/demo
 	$(BIN)/python -m ingot.lab demo --out runs/demo
+
+precision: setup ## Train in bfloat16 and in float32 and compare; writes a figure and a report to runs/precision
+	$(BIN)/python -m ingot.lab precision --out runs/precision
 
 test: setup ## Run the tests
 	$(BIN)/python -m pytest -n 2
@@ -44,6 +47,9 @@ models: setup ## Measure how much of real models is preconditioned, and write th
 
 bench: setup ## Measure step times against peers, interleaved in one process
 	$(BIN)/python benchmarks/step_time.py
+
+memory: setup ## Measure state and peaks in bfloat16; writes runs/memory and the tables in docs/precision.md
+	$(BIN)/python benchmarks/state_memory.py
 
 clean: ## Remove what the other targets made
 	rm -rf $(VENV) site runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,19 +1,19 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from itertools import islice
+from math import isfinite
 
 import pytest
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
-from ingot.lab.cli import app, mean_and_spread
 from ingot.lab.digits import digits
 from ingot.lab.plot import plot_error
+from ingot.lab.report import mean_and_spread, record
 from ingot.lab.train import OPTIMIZERS, Run, Schedule, batches, state_bytes, train
+from tests.lab.command import invoke
 
 STEPS = 6
 
@@ -26,21 +26,11 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-def invoke(*options: str):
-    return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["demo", *options])
-
-
-def plain(text: str) -> str:
-    """Text without colours, box and line breaks, all of which depend on where the tests run."""
-    colourless = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    return " ".join(re.sub(r"[╭╮╰╯─│]", " ", colourless).split())
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The output directory of a short demo, and what it printed."""
     out = tmp_path_factory.mktemp("lab") / "new" / "demo"
-    result = invoke("--steps", str(STEPS), "--seeds", "1", "--out", str(out))
+    result = invoke("demo", "--steps", str(STEPS), "--seeds", "1", "--out", str(out))
     assert result.exit_code == 0, result.output
     return out, result.stdout
 
@@ -108,6 +98,17 @@ def test_records_start_before_training_and_end_at_the_last_step():
     assert len(run.steps) == len(run.seconds) == len(run.test_error_percent) == len(run.test_loss)
 
 
+def test_a_loss_that_is_not_finite_ends_the_training_but_not_the_record():
+    def wild(model):
+        return torch.optim.SGD(model.parameters(), lr=1e30)
+
+    run = train(digits(), "wild", 0, Schedule(steps=6, eval_every=2), make=wild)
+    assert run.steps == [0, 2, 4, 6]
+    assert not any(map(isfinite, run.test_loss[1:]))
+    assert run.seconds[1] == run.seconds[-1]  # nothing was trained any more
+    assert json.loads(json.dumps(record(run), allow_nan=False))["test_loss"][1:] == [None] * 3
+
+
 def test_all_optimizers_start_and_are_fed_alike():
     first, *others = (spied(name, seed=0) for name in OPTIMIZERS)
     assert len(first.batches) == STEPS
@@ -161,27 +162,3 @@ def test_spread_needs_two_values():
 def test_figure_bears_an_error_of_zero(tmp_path):
     runs = [Run("SGD", seed, 0.1, 0, [0, 1], [0.0, 1.0], [90.0, float(seed)], [2.0, 0.1]) for seed in (0, 1)]
     plot_error(runs, "nothing").savefig(tmp_path / "figure.png")
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "remedy"),
-    [
-        ("--steps", "0", "1 or more"),
-        ("--seeds", "-1", "1 or more"),
-        ("--threads", "0", "1 or more"),
-        ("--threads", "100000", "or fewer"),
-    ],
-)
-def test_bad_values_name_the_remedy(tmp_path, option, value, remedy):
-    result = invoke("--out", str(tmp_path / "demo"), option, value)
-    assert result.exit_code != 0
-    assert f"Invalid value for '{option}': {value} is" in plain(result.stderr)
-    assert remedy in plain(result.stderr)
-    assert not (tmp_path / "demo").exists()
-
-
-def test_out_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    result = invoke("--steps", "1", "--out", str(tmp_path / "file"))
-    assert result.exit_code != 0
-    assert "name another one" in plain(result.stderr)

@@ -15,7 +15,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from ingot import IKFAC, KFAC, SINGD
 
-OPTIMIZERS: Mapping[str, Callable[[nn.Module], Optimizer]] = {
+MakeOptimizer: TypeAlias = Callable[[nn.Module], Optimizer]
+
+OPTIMIZERS: Mapping[str, MakeOptimizer] = {
     "SINGD": lambda model: SINGD(model, lr=1e-3),
     "IKFAC": lambda model: IKFAC(model, lr=1e-3),
     "KFAC": lambda model: KFAC(model, lr=1e-3),
@@ -81,7 +83,7 @@ def batches(examples: int, batch_size: int, seed: int) -> Iterator[Tensor]:
 def evaluate(task: Task, model: nn.Module) -> tuple[float, float]:
     """The error in percent and the mean loss on the test set."""
     model.eval()
-    scores = model(task.test_x)
+    scores = model(task.test_x).float()  # which leaves all rounding to the model
     model.train()
     wrong = scores.argmax(1).ne(task.test_y).sum().item()
     return 100 * wrong / len(task.test_y), cross_entropy(scores, task.test_y).item()
@@ -93,28 +95,40 @@ def state_bytes(optimizer: Optimizer) -> int:
     return sum(value.nbytes for value in kept if isinstance(value, Tensor))
 
 
-def train(task: Task, name: str, seed: int, schedule: Schedule, watch: Watcher = lambda run: None) -> Run:
-    """Train a fresh model with a registered optimizer.
+def train(
+    task: Task,
+    name: str,
+    seed: int,
+    schedule: Schedule,
+    watch: Watcher = lambda run: None,
+    make: MakeOptimizer | None = None,
+) -> Run:
+    """Train a fresh model with a registered optimizer, or with the one that ``make`` makes.
 
     The seed alone determines the initial weights and the batches. Seconds are those of the training steps:
-    neither the evaluations nor what ``watch`` does are counted.
+    neither the evaluations nor what ``watch`` does are counted. Once the loss is not finite nothing is left
+    to learn from: the model stays as it is, and is evaluated as before.
     """
     torch.manual_seed(seed)
     model = task.model()
-    optimizer = OPTIMIZERS[name](model)
+    optimizer = (make or OPTIMIZERS[name])(model)
     run = Run(name, seed, lr=float(optimizer.param_groups[0]["lr"]))
     scheduler = CosineAnnealingLR(optimizer, schedule.steps)
     indices = batches(len(task.train_y), schedule.batch_size, seed)
-    seconds = 0.0
+    seconds, is_finite = 0.0, True
     _record(run, task, model, step=0, seconds=seconds)
     for step in range(1, schedule.steps + 1):
-        start = perf_counter()
-        batch = next(indices)
-        optimizer.zero_grad()
-        cross_entropy(model(task.train_x[batch]), task.train_y[batch]).backward()
-        optimizer.step()
-        scheduler.step()
-        seconds += perf_counter() - start
+        if is_finite:
+            start = perf_counter()
+            batch = next(indices)
+            optimizer.zero_grad()
+            loss = cross_entropy(model(task.train_x[batch]), task.train_y[batch])
+            is_finite = bool(loss.isfinite())
+            if is_finite:
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+            seconds += perf_counter() - start
         if step % schedule.eval_every == 0 or step == schedule.steps:
             _record(run, task, model, step, seconds)
         watch(run)

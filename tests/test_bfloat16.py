@@ -1,0 +1,97 @@
+"""Pure bfloat16, long: weights, gradients, momenta and factors, for every structure."""
+
+import gc
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d, cross_entropy
+
+from ingot import IKFAC, SINGD
+from ingot.lab.digits import digits
+from ingot.lab.train import batches
+from ingot.structures import bind, parse, registered
+
+# Everything that has a name as it is, and the combinators, which need arguments.
+STRUCTURES = sorted(set(registered()) - {"upper", "lower"})
+STRUCTURES += ["upper(dense(4),triu_toeplitz)", "lower(tril_toeplitz(5),block_diagonal(3))"]
+WIDTHS = (16, 12, 10)
+
+
+@cache
+def _data() -> tuple[Tensor, Tensor]:
+    """Handwritten digits of 4x4 pixels."""
+    task = digits()
+    return avg_pool2d(task.train_x, 2).flatten(1).bfloat16(), task.train_y
+
+
+def _model() -> nn.Module:
+    first, second, third = WIDTHS
+    return nn.Sequential(nn.Linear(first, second), nn.ReLU(), nn.Linear(second, third)).bfloat16()
+
+
+def _train(model, optimizer, steps: int) -> list[float]:
+    x, y = _data()
+    losses = []
+    for _, batch in zip(range(steps), batches(len(y), 32, seed=0), strict=False):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x[batch]), y[batch])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _born(make):
+    """What a function returns, and all tensors that were born meanwhile and are still alive."""
+    gc.collect()
+    gc.freeze()  # hides what exists from get_objects
+    made = make()
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    gc.unfreeze()
+    return made, tensors
+
+
+def _check(optimizer_class, structure: str, steps: int, bound: float) -> None:
+    _data()  # born before
+
+    def make():
+        model = _model()
+        optimizer = optimizer_class(model, lr=1e-2, structure=structure, precond_every=2)
+        losses = _train(model, optimizer, steps)
+        optimizer.zero_grad()
+        return model, optimizer, losses
+
+    (model, optimizer, losses), tensors = _born(make)
+    assert sum(losses[-20:]) / 20 < bound
+    # Indices that structures share are neither state nor copies.
+    tensors = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    assert all(torch.isfinite(tensor).all() for tensor in tensors)
+    # No copy of anything in another precision, wherever it may be kept: only numbers are in float32.
+    of_weights = sum(p.numel() for p in model.parameters())
+    of_factors = sum(bind(parse(structure), d).numel for d in (WIDTHS[0] + 1, *WIDTHS[1:], WIDTHS[1] + 1))
+    kept = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values()
+    entries: Counter[torch.dtype] = Counter()
+    for tensor in kept:
+        entries[tensor.dtype] += tensor.untyped_storage().nbytes() // tensor.element_size()
+    # Weights, momenta, factors; and two traces for each layer.
+    assert entries == {torch.bfloat16: 2 * of_weights + of_factors, torch.float32: 4}
+    state = [value for s in optimizer.state.values() for value in s.values() if isinstance(value, Tensor)]
+    assert {value.dtype for value in state if value.numel() > 1} == {torch.bfloat16}
+    assert sum(value.nbytes for value in state) == 2 * (of_weights + of_factors) + 4 * 4
+
+
+@pytest.mark.parametrize("optimizer_class", [SINGD, IKFAC])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_short(structure, optimizer_class):
+    _check(optimizer_class, structure, steps=50, bound=2.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer_class", [SINGD, IKFAC])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_two_thousand_steps(structure, optimizer_class):
+    _check(optimizer_class, structure, steps=2000, bound=0.35)
