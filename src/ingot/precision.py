@@ -40,6 +40,6 @@ def without_autocast(devices: Iterable[str]) -> Iterator[None]:
     """Products are taken in the dtypes of their factors here, even if the caller wants others."""
     with ExitStack() as stack:
         for device in devices:
-            if torch.is_autocast_enabled(device):
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield

@@ -20,7 +20,7 @@ from ingot.stability import (
     MIN_DAMPING,
     NO_CURVATURE,
     PATIENCE,
-    SETTLED,
+    SETTLED_UPDATES,
     bounded_rate,
     has_exploded,
     is_finite,
@@ -231,7 +231,7 @@ class Rule(ABC):
         # No curvature so far (a branch may begin at zero) says nothing of its scale: the factors wait.
         new = traces | self._updated(structures, state, seen, settings, dampings)
         exploded = has_exploded(old["trace_u"], seen.trace_u) | has_exploded(old["trace_g"], seen.trace_g)
-        return new, alive, exploded & (updates >= SETTLED)
+        return new, alive, exploded & (updates >= SETTLED_UPDATES)
 
     @abstractmethod
     def _updated(

@@ -70,8 +70,8 @@ OUTLIER = 1e3
 NO_CURVATURE = 1e-30
 """Traces below this are round-off. The factors that fit them could not be squared in float32."""
 
-SETTLED = 10
-"""From so many updates or steps on there is a usual size: branches that begin at zero grow fast at first."""
+SETTLED_UPDATES, SETTLED_STEPS = 3, 10
+"""From so many on there is an average to compare with: branches that begin at zero grow fast at first."""
 
 PATIENCE = 3
 """After so many refused updates in a row it is the factors that are wrong: they start anew."""
@@ -93,7 +93,7 @@ def has_exploded(average: Tensor, new: Tensor) -> Tensor:
 
 def is_usual(size: Tensor, usual: Tensor, steps: int) -> Tensor:
     """Whether a natural gradient has a size that can be trusted: finite, and not far beyond the usual."""
-    is_outlier = (usual > 0) & (size > OUTLIER * usual) & (steps >= SETTLED)
+    is_outlier = (usual > 0) & (size > OUTLIER * usual) & (steps >= SETTLED_STEPS)
     return size.isfinite() & ~is_outlier
 
 

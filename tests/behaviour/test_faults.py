@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ingot import IKFAC, INGD, KFAC, PAPER, SINGD, HealthWarning, rules
+from ingot import IKFAC, INGD, KFAC, PAPER, SINGD, HealthWarning, rules, stability
 from ingot.layers import registered
 from ingot.rules import TRACES
 from ingot.structures import bind, parse
@@ -334,7 +334,7 @@ def test_without_damping_the_condition_is_bounded(rule, structure, dims, rank, s
     For SINGD U is weighed by tr(CᵀGC) ≤ d_o tr(CᵀC), and ε by tr(CᵀC).
     """
     structures, generator = [bind(parse(structure), dim) for dim in dims], torch.Generator().manual_seed(seed)
-    smallest, d = rules.MIN_DAMPING, max(dims)
+    smallest, d = stability.MIN_DAMPING, max(dims)
     bound = (4.2 * (d / smallest**0.5 + 1)) ** 0.5
     if rule is SINGD.rule:
         bound = (4.2 * (dims[0] * dims[1] / smallest + 1)) ** 0.5

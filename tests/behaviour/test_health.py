@@ -252,17 +252,11 @@ def test_troubles_on_other_devices_are_found_now_and_then():
     """Nobody waits for these: it is looked at them once in a hundred steps."""
     numbers = {"a": {"skipped": torch.ones(()), "dropped": torch.zeros(())}, "b": {"dropped": torch.ones(())}}
     weight = SimpleNamespace(device=SimpleNamespace(type="cuda"))
-    optimizer = SimpleNamespace(
-        _layers={0: SimpleNamespace(weight=weight)},
-        _steps_unseen=0,
-        _reporter=Reporter(),
-        diagnostics=lambda conditions: Diagnostics(numbers),
-    )
-    found = []
+    optimizer = SimpleNamespace(_layers=[weight], diagnostics=lambda conditions: Diagnostics(numbers))
+    reporter, found = Reporter(), []
     for _ in range(250):
-        SINGD._look_back(optimizer)
         with reports() as said:
-            optimizer._reporter.speak()
+            reporter.after_step(optimizer)
         found.append((skipped(said), dropped(said)))
     assert [n for n, report in enumerate(found, 1) if any(report)] == [100]
     assert found[99] == ({"a": 1}, {"b": 1})
