@@ -275,10 +275,10 @@ def test_after_three_refusals_in_a_row_the_factors_begin_anew(optimizer_class, s
 
 
 @pytest.mark.parametrize(
-    ("updates", "scale", "is_refused"), [(9, 1e4, False), (10, 900, False), (10, 1100, True)]
+    ("updates", "scale", "is_refused"), [(2, 1e4, False), (3, 900, False), (3, 1100, True)]
 )
 def test_traces_beyond_a_million_times_their_average_are_refused(updates, scale, is_refused):
-    """From the tenth update on; traces go with the square of the loss's scale."""
+    """After three updates; traces go with the square of the loss's scale."""
     model = mlp()
     optimizer = SINGD(model, lr=0.0, **EVERY_STEP)
     for _ in range(updates):
@@ -404,7 +404,7 @@ def test_adamw_takes_a_gradient_that_is_not_finite_for_zero():
 
 
 @pytest.mark.parametrize(
-    ("steps", "scale", "is_dropped"), [(9, 1e4, False), (10, 900, False), (10, 1100, True)]
+    ("steps", "scale", "is_dropped"), [(2, 1e4, False), (3, 900, False), (3, 1100, True)]
 )
 def test_a_gradient_beyond_a_thousand_times_the_usual_is_dropped(steps, scale, is_dropped):
     """From the tenth step on."""
