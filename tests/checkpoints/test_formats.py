@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, SequentialLR
 
 from ingot import IKFAC, INGD, KFAC, PAPER, SINGD
 from ingot.structures import Diagonal
-from tests.behaviour.training import assert_identical, held
+from tests.behaviour.training import assert_identical, held, train
 from tests.checkpoints.runs import SPARSE, go_on, made, resumed
 
 FAMILY = [SINGD, INGD, IKFAC, KFAC]
@@ -149,6 +149,10 @@ def test_a_step_with_a_rate_of_zero_is_a_step():
     model, optimizer = made(lr=0.0)
     go_on(model, optimizer, 1)
     assert optimizer.state[model.head.weight]["steps"] == 1
+    norm = nn.LayerNorm(4)
+    optimizer = SINGD(norm, lr=0.0)
+    train(norm, optimizer, 1)
+    assert optimizer.state[norm.weight]["step"] == 1
 
 
 # --- safetensors ------------------------------------------------------------------------------------------
