@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, SequentialLR, StepLR
 
 from ingot import IKFAC, INGD, KFAC, PAPER, SINGD
+from ingot.health import HealthWarning
 from ingot.structures import Diagonal
-from tests.behaviour.training import assert_identical, held
+from tests.behaviour.training import assert_identical, held, train
 from tests.checkpoints.runs import SPARSE, go_on, made, resumed
 
 FAMILY = [SINGD, INGD, IKFAC, KFAC]
@@ -87,6 +88,45 @@ def test_functions_stay_behind_when_saving():
     assert_identical(go_on(other_model, other), go_on(model, optimizer))
 
 
+def test_gradients_that_were_refused_are_counted_on():
+    model, optimizer = made(SINGD, 2)
+    go_on(model, optimizer, 1)
+    model.norm.weight.grad.fill_(torch.nan)
+    model.head.weight.grad.fill_(torch.nan)
+    with pytest.warns(HealthWarning, match=r"'head', 'norm\.weight'"):
+        optimizer.step()
+    other_model, other = resumed(model, optimizer)
+    for weight in (other_model.norm.weight, other_model.head.weight):
+        assert other.state[weight]["dropped"] == 1
+    assert_identical(held(other_model, other), held(model, optimizer))
+
+
+class Bypassed(nn.Module):
+    """A layer whose forward is called only when it is told to: until then AdamW trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.is_called = nn.Linear(4, 4), nn.Linear(4, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(x) if self.is_called else nn.functional.linear(x, self.last.weight, self.last.bias)
+
+
+def test_layers_that_adamw_trained_for_a_while():
+    model, other_model = Bypassed(), Bypassed()
+    optimizer, other = SINGD(model), SINGD(other_model)
+    for is_called in (False, True):
+        model.is_called = other_model.is_called = is_called
+        train(model, optimizer)
+        assert ("exp_avg" in optimizer.state[model.last.bias]) != is_called
+        other_model.load_state_dict(copy.deepcopy(model.state_dict()))
+        other.load_state_dict(_through_a_file(optimizer.state_dict()))
+        assert_identical(held(other_model, other), held(model, optimizer))
+        assert_identical(train(other_model, other), train(model, optimizer))
+
+
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------
 
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninit:UserWarning")
@@ -149,6 +189,10 @@ def test_a_step_with_a_rate_of_zero_is_a_step():
     model, optimizer = made(lr=0.0)
     go_on(model, optimizer, 1)
     assert optimizer.state[model.head.weight]["steps"] == 1
+    norm = nn.LayerNorm(4)
+    optimizer = SINGD(norm, lr=0.0)
+    train(norm, optimizer, 1)
+    assert optimizer.state[norm.weight]["step"] == 1
 
 
 # --- safetensors ------------------------------------------------------------------------------------------

@@ -218,6 +218,7 @@ WHOLE = {
     "too few members": (_members(0, 1, 2), "[4, 2]"),
     "too many members": (_members(0, 1, 2, 3, 6), "[4, 2]"),
     "a member twice": (_members(0, 1, 2, 2), "one to one"),
+    "a member twice, without state": (lambda good: _members(0, 1, 2, 2)(good | {"state": {}}), "one to one"),
     "a member of both": (_members(0, 1, 2, 4), "one to one"),
     "another member": (_members(0, 1, 2, 77), "one to one"),
     "members are mixed up": (_members(1, 0, 2, 3), "0.weight"),
