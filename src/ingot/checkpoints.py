@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ingot import adamw
 from ingot.conversion import converted
-from ingot.groups import Group, check_settings
+from ingot.groups import Group, check_group
 from ingot.model import Layer, named_parameters
 from ingot.rules import NUMBERS, Pair
 
@@ -133,7 +133,8 @@ def _settings(group: Group, given: Mapping[str, Any]) -> Group:
                 "tensors are loaded, never functions or objects"
             )
     try:
-        check_settings(group | {k: v for k, v in saved.items() if k not in _KEPT})
+        # What others keep in this group they may have kept in that one.
+        check_group(group | {k: v for k, v in saved.items() if k not in _KEPT}, others=group)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the checkpoint has a setting that makes no sense: {error}") from None
     return deepcopy(saved)
@@ -188,7 +189,7 @@ class _Reader:
         """The structures of a checkpoint's factors, which its settings tell unless they were functions."""
         if "structure" in self._group:
             try:
-                return self._optimizer._structures(layer, self._group)
+                return self._optimizer._structures(layer, self._optimizer._group(self._p) | self._group)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"the checkpoint has a structure that makes no sense: {error}") from None
         for structure, key in zip(layer.structures, self._rule.names, strict=True):

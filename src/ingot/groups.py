@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from fnmatch import fnmatchcase
 from math import isfinite
 from numbers import Real
@@ -186,17 +186,12 @@ _ALLOWED |= {"lr_scale"}  # timm's decay of the rate by layers
 _ALLOWED |= {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
 
 
-def check_group(group: Group) -> None:
-    """Refuse settings that make no sense, and say what would."""
-    check_settings(group)
-    for name in group:
-        if name not in _CHECKS and name not in _ALLOWED:
-            raise ValueError(f"{name!r} is no setting of a parameter group; these are: {', '.join(_CHECKS)}")
-
-
-def check_settings(group: Group) -> None:
-    """The same for the settings that are ours, whatever else others keep in a group."""
+def check_group(group: Group, others: Container[str] = ()) -> None:
+    """Refuse settings that make no sense, and say what would; ``others`` may be in a group as well."""
     for name, (check, wanted) in _CHECKS.items():
         if not check(group.get(name)):
             raise ValueError(f"{name} must be {wanted}; got {group.get(name)!r}")
     structure_pair(group["structure"])
+    for name in group:
+        if name not in _CHECKS and name not in _ALLOWED and name not in others:
+            raise ValueError(f"{name!r} is no setting of a parameter group; these are: {', '.join(_CHECKS)}")
