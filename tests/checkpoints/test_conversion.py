@@ -79,6 +79,20 @@ def test_every_structure_from_every_other(into):
             _close(new.gram(k.mT @ torch.linalg.cholesky(u)), new.identity())  # Π̂(Kᵀ U K)
 
 
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("scale", [1e-40, 1.0, 1e40])
+@pytest.mark.parametrize("into", ["triu", "diagonal", "block_diagonal(2)", "hierarchical(1,2)"])
+def test_factors_of_any_scale_and_of_bad_condition(into, scale):
+    model, optimizer = _layer(into)
+    new, saved = bind(parse(into), DIM), copy.deepcopy(_layer("dense")[1].state_dict())
+    left, right = (torch.linalg.qr(torch.randn(DIM, DIM))[0] for _ in range(2))
+    old_k = left @ torch.logspace(-3, 3, DIM).diag() @ right
+    saved["state"][0]["K"] = scale * old_k.flatten()
+    optimizer.load_state_dict(saved)
+    k = optimizer.state[model.weight]["K"] / scale
+    _close(new.gram(new.apply_t(k, torch.linalg.inv(old_k).mT)), new.identity())
+
+
 def test_the_same_structure_is_not_converted():
     for text in STRUCTURES:
         _, optimizer = _layer(text)

@@ -127,6 +127,17 @@ def test_layers_that_adamw_trained_for_a_while():
         assert_identical(train(other_model, other), train(model, optimizer))
 
 
+def test_a_bias_that_adamw_trains_since_its_weight_was_frozen():
+    model, optimizer = made(SINGD, 2)
+    model.head.weight.requires_grad_(False)
+    go_on(model, optimizer)
+    assert {"momentum_buffer", "exp_avg"} <= optimizer.state[model.head.bias].keys()
+    other_model, other = resumed(model, optimizer)
+    other_model.head.weight.requires_grad_(False)
+    assert_identical(held(other_model, other), held(model, optimizer))
+    assert_identical(go_on(other_model, other), go_on(model, optimizer))
+
+
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------
 
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninit:UserWarning")

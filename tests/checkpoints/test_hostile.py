@@ -114,6 +114,12 @@ def test_extra_state(victim, index, key):
     assert repr(key) in victim.refuses(changed)
 
 
+def test_momentum_of_a_parameter_that_adamw_trains(victim):
+    changed = victim.good
+    changed["state"][NORM]["momentum_buffer"] = torch.zeros(5)
+    assert "'momentum_buffer' for '1.weight'" in victim.refuses(changed)
+
+
 @pytest.mark.parametrize("bad", [None, 3, "state", [], torch.zeros(3), Evil])
 def test_state_of_a_parameter_that_is_none(victim, bad):
     changed = victim.good
