@@ -34,6 +34,8 @@ _KEPT = frozenset({"params", "structure", "factor_dtype", "precondition"})
 
 def packed(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state_dict with state of tensors alone, and settings that are no functions."""
+    if not {"state", "param_groups"} <= state_dict.keys():  # a hook of the user's gave it another layout
+        return state_dict
     states = {
         index: {key: torch.tensor(v) if isinstance(v, int) else v for key, v in state.items()}
         for index, state in state_dict["state"].items()
@@ -176,10 +178,12 @@ class _Reader:
         required = frozenset({key for key in first if key in self._rule.keys} - {"m_K", "m_C"} | {*COUNTERS})
         state = self._checked(saved, shapes, required)
         if structures != layer.structures:
-            settings = self._optimizer._settings(layer)
+            settings = self._optimizer._settings(layer)._replace(
+                **{k: self._group[k] for k in ("damping", "relative_damping") if k in self._group}
+            )
             try:
                 factors = converted(self._rule, structures, layer.structures, state, settings)
-            except ValueError as error:
+            except (ValueError, torch.linalg.LinAlgError) as error:
                 raise ValueError(f"layer {layer.name!r}: {error}") from None
             state = {key: value for key, value in state.items() if key not in self._rule.keys}
             state |= {key: value.to(first[key].dtype) for key, value in factors.items()}
@@ -193,7 +197,8 @@ class _Reader:
             except (ValueError, TypeError) as error:
                 raise ValueError(f"the checkpoint has a structure that makes no sense: {error}") from None
         for structure, key in zip(layer.structures, self._rule.names, strict=True):
-            if getattr(saved.get(key), "shape", [None])[-1:] != (structure.numel,):
+            value = saved.get(key)
+            if not isinstance(value, Tensor) or value.shape[-1:] != (structure.numel,):
                 raise ValueError(
                     f"layer {layer.name!r}: the checkpoint's structures were functions, which are not saved, "
                     "and others than this optimizer's: give it the same ones"
@@ -215,13 +220,17 @@ class _Reader:
             if not isinstance(value, Tensor) or key not in shapes or value.shape != shapes[key]:
                 raise ValueError(self._misfit(key, value, shapes.get(key)))
             whole = key in COUNTERS
-            if value.dtype.is_floating_point == whole and not value.is_complex():
+            fits = value.dtype.is_floating_point != whole and not self._p.is_complex()
+            fits |= self._p.is_complex() and not whole
+            if not fits or value.layout != torch.strided or value.is_meta:
                 raise ValueError(
                     f"the checkpoint is damaged: {key!r} of {self._name!r} is of the type {value.dtype}"
                 )
             if not bool(value.isfinite().all()) or (whole and int(value) < 0):
                 raise ValueError(f"the checkpoint is damaged: {key!r} of {self._name!r} is out of range")
             state[key] = int(value) if whole else self._copy(key, value)
+            if not whole and not bool(state[key].isfinite().all()):
+                raise ValueError(f"{key!r} of {self._name!r} in the checkpoint is out of its type's range")
         return state
 
     def _copy(self, key: str, value: Tensor) -> Tensor:

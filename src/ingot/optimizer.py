@@ -232,7 +232,7 @@ class NaturalGradient(CollectingOptimizer):
         self._follow_model()
         settings, states = checkpoints.unpacked(self, state_dict)
         for group, new in zip(self.param_groups, settings, strict=True):
-            group |= new
+            group |= {name: value for name, value in new.items() if not callable(group.get(name))}
         self.state.clear()
         self.state.update(states)
         for layer in self._layers.values():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ingot import IKFAC, INGD, KFAC, SINGD, conversion
+from ingot import IKFAC, INGD, KFAC, PAPER, SINGD, conversion
 from ingot.rules import NUMBERS
 from ingot.structures import Dense, Diagonal, LowerTriangular, Structure, bind, parse, registered
 from tests.behaviour.training import train
@@ -29,8 +29,6 @@ EXAMPLES = {
 }
 STRUCTURES = [EXAMPLES.get(name, name) for name in sorted(registered())]
 ANY_CURVATURE = ("dense", "tril", "triu")
-OPEN = ("rank_tril(2)", "rank_triu_mirrored(2)", "tril_toeplitz", "triu_toeplitz")
-"""Structures for whose fixed point it is not tested here whether it is reached."""
 
 
 def _layer(structure: Any, kind: type = SINGD, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -75,8 +73,41 @@ def test_every_structure_from_every_other(into):
             _close(k @ k.mT, old_k @ old_k.mT)
         if into == "diagonal":
             _close((k @ k.mT).diagonal(), 1 / u.diagonal())
-        if into not in OPEN:
-            _close(new.gram(k.mT @ torch.linalg.cholesky(u)), new.identity())  # Π̂(Kᵀ U K)
+        _close(new.gram(k.mT @ torch.linalg.cholesky(u)), new.identity())  # Π̂(Kᵀ U K)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("into", STRUCTURES)
+def test_curvature_of_features_that_are_alike(into):
+    """As that of positive inputs, whose means are far from zero."""
+    model, optimizer = _layer(into)
+    new, saved = bind(parse(into), DIM), copy.deepcopy(_layer("dense")[1].state_dict())
+    features = torch.rand(DIM, 50)
+    root = torch.linalg.cholesky(features @ features.mT / 50 + 0.05 * torch.eye(DIM))
+    saved["state"][0]["K"] = torch.linalg.inv(root).mT.flatten()
+    optimizer.load_state_dict(saved)
+    k = optimizer.state[model.weight]["K"]
+    _close(new.gram(new.apply_t(k, root)), new.identity(), 1e-6)
+
+
+def test_factors_without_an_inverse_are_refused():
+    saved = Victim(structure="dense").good
+    saved["state"][0]["K"].zero_()
+    assert "'0" in Victim(structure="diagonal").refuses(saved)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("scale", [1e-40, 1.0, 1e40])
+@pytest.mark.parametrize("into", ["triu", "diagonal", "block_diagonal(2)", "hierarchical(1,2)"])
+def test_factors_of_any_scale_and_of_bad_condition(into, scale):
+    model, optimizer = _layer(into)
+    new, saved = bind(parse(into), DIM), copy.deepcopy(_layer("dense")[1].state_dict())
+    left, right = (torch.linalg.qr(torch.randn(DIM, DIM))[0] for _ in range(2))
+    old_k = left @ torch.logspace(-3, 3, DIM).diag() @ right
+    saved["state"][0]["K"] = scale * old_k.flatten()
+    optimizer.load_state_dict(saved)
+    k = optimizer.state[model.weight]["K"] / scale
+    _close(new.gram(new.apply_t(k, torch.linalg.inv(old_k).mT)), new.identity())
 
 
 def test_the_same_structure_is_not_converted():
@@ -140,6 +171,23 @@ def test_kfacs_averages(text, into, relative_damping):
     _close(new.dense(after["S_K_inverse"]), expected)
     for key in ("S_C", "S_C_inverse", "trace_u", "trace_g", "momentum_buffer"):
         _close(after[key], before[key])
+
+
+def test_kfacs_inverses_have_the_damping_of_the_checkpoint():
+    saved = copy.deepcopy(_layer("dense", KFAC, damping=0.5)[1].state_dict())
+    model, other = _layer("diagonal", KFAC, damping=0.001)
+    other.load_state_dict(saved)
+    state = other.state[model.weight]
+    assert other.param_groups[0]["damping"] == 0.5
+    _close(state["S_K_inverse"], 1 / (state["S_K"] + 0.5**0.5 * state["trace_u"]), 1e-5)
+
+
+def test_kfacs_averages_without_traces():
+    saved = copy.deepcopy(_layer("dense", KFAC, **PAPER)[1].state_dict())
+    model, other = _layer("diagonal", KFAC)
+    other.load_state_dict(saved)
+    state = other.state[model.weight]
+    _close(state["S_K_inverse"], 1 / (state["S_K"] + 0.1), 1e-5)
 
 
 # --- Dtypes -----------------------------------------------------------------------------------------------

@@ -78,6 +78,13 @@ def test_state_is_tensors_alone_and_settings_are_plain(kind):
     assert isinstance(optimizer.state[next(iter(optimizer._layers))]["steps"], int)  # saving changes nothing
 
 
+def test_functions_stay_when_numbers_are_loaded():
+    schedule = lambda n: 0.1  # noqa: E731
+    model, optimizer = made(SINGD, 3)
+    _, other = resumed(model, optimizer, precond_lr=schedule)
+    assert other.param_groups[0]["precond_lr"] is schedule
+
+
 def test_functions_stay_behind_when_saving():
     keywords = {"structure": (Diagonal, "dense"), "precond_lr": lambda n: 0.1 / (n + 1)}
     model, optimizer = made(SINGD, 3, **keywords)
@@ -127,6 +134,17 @@ def test_layers_that_adamw_trained_for_a_while():
         assert_identical(train(other_model, other), train(model, optimizer))
 
 
+def test_a_bias_that_adamw_trains_since_its_weight_was_frozen():
+    model, optimizer = made(SINGD, 2)
+    model.head.weight.requires_grad_(False)
+    go_on(model, optimizer)
+    assert {"momentum_buffer", "exp_avg"} <= optimizer.state[model.head.bias].keys()
+    other_model, other = resumed(model, optimizer)
+    other_model.head.weight.requires_grad_(False)
+    assert_identical(held(other_model, other), held(model, optimizer))
+    assert_identical(go_on(other_model, other), go_on(model, optimizer))
+
+
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------
 
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninit:UserWarning")
@@ -146,6 +164,9 @@ OPTIONS = {
         (IKFAC, {"stochastic_rounding": True, "dtype": torch.bfloat16}),
         (KFAC, {"params": [{"params": "*.bias", "weight_decay": 0.0}]}),
         (SINGD, PAPER),
+        (SINGD, {"factor_dtype": torch.bfloat16}),
+        (SINGD, {"precond_lr": lambda n: 0.1}),
+        (SINGD, {"momentum": 0.0}),
     ],
 )
 def test_distributed_checkpoints(kind, settings, options, tmp_path):
@@ -161,6 +182,22 @@ def test_distributed_checkpoints(kind, settings, options, tmp_path):
     other_model.load_state_dict(copy.deepcopy(model.state_dict()))
     assert other.param_groups[0]["lr"] == 1e-3
     assert_identical(held(other_model, other), held(model, optimizer))
+    assert_identical(go_on(other_model, other), go_on(model, optimizer))
+
+
+@alone
+@pytest.mark.parametrize("name", ["head.weight", "head.bias"])
+def test_distributed_checkpoints_of_models_that_were_frozen_in_part(name, tmp_path):
+    model, optimizer = made()
+    model.get_parameter(name).requires_grad_(False)
+    go_on(model, optimizer)
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path)
+    other_model, other = made()
+    other_model.get_parameter(name).requires_grad_(False)
+    into = get_optimizer_state_dict(other_model, other)
+    dcp.load(into, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other_model, other, into)
+    other_model.load_state_dict(copy.deepcopy(model.state_dict()))
     assert_identical(go_on(other_model, other), go_on(model, optimizer))
 
 
@@ -285,6 +322,29 @@ def test_hooks_may_adapt_what_is_saved_and_loaded():
     assert saved["param_groups"][0]["lr"] == 1e-3
     found = other.state[next(other_model.parameters())]["K"]
     torch.testing.assert_close(found, saved["state"][0]["K"].float(), rtol=0, atol=0)
+
+
+def test_hooks_may_give_checkpoints_another_layout():
+    model, optimizer = made(SINGD, 3)
+    saving = optimizer.register_state_dict_post_hook(lambda optimizer, saved: {"ours": saved})
+    saved = optimizer.state_dict()
+    assert saved.keys() == {"ours"}
+    saving.remove()
+    before = held(model, optimizer)
+    go_on(model, optimizer)
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, saved: saved["ours"])
+    optimizer.load_state_dict(saved)
+    for name, (_, state) in held(model, optimizer).items():
+        assert state.keys() == before[name][1].keys()
+
+
+def test_hooks_do_not_change_the_callers_dict():
+    """As in torch, whose hooks are given a shallow copy."""
+    _, optimizer = made(SINGD, 1)
+    saved = optimizer.state_dict()
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, saved: saved.update(note="mine"))
+    optimizer.load_state_dict(saved)
+    assert "note" not in saved
 
 
 def test_what_a_hook_makes_of_a_checkpoint_is_checked():
@@ -440,3 +500,13 @@ def test_nothing_is_shared_with_the_caller(kind, settings):
         group.clear()
     assert_identical(held(other_model, other), expected)
     assert math.isclose(other.param_groups[0]["lr"], 1e-3)
+
+
+def test_settings_are_not_shared_with_the_caller():
+    model, optimizer = made(SINGD, 1, lr=torch.tensor(1e-3), adamw={"betas": [0.8, 0.9]})
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, other = resumed(model, optimizer, saved=saved)
+    other.param_groups[0]["lr"].fill_(0.5)  # as torch's schedulers do
+    assert saved["param_groups"][0]["lr"] == torch.tensor(1e-3)
+    saved["param_groups"][-1]["betas"][0] = 7.0
+    assert other.param_groups[-1]["betas"] == [0.8, 0.9]

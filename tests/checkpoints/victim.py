@@ -25,6 +25,7 @@ class Victim:
         self._loads: list = []
         self.optimizer.register_load_state_dict_post_hook(self._loads.append)
         self._before = _all_of(self.optimizer)
+        self.is_spoilt = False
 
     @property
     def good(self) -> dict:
@@ -33,9 +34,11 @@ class Victim:
 
     def refuses(self, state_dict: Any) -> str:
         """Whether a checkpoint is refused as one, with no change to anything; returns what was said."""
+        self.is_spoilt = True
         with pytest.raises(ValueError, match="checkpoint") as refusal:
             self.optimizer.load_state_dict(state_dict)
         self.is_as_before()
+        self.is_spoilt = False
         return str(refusal.value)
 
     def loads(self, state_dict: Any) -> bool:
