@@ -13,7 +13,7 @@ from ingot import adamw
 from ingot.conversion import converted
 from ingot.groups import Group, check_group
 from ingot.model import Layer, named_parameters
-from ingot.rules import NUMBERS, Pair
+from ingot.rules import COUNTS, NUMBERS, TRACES, Pair
 
 if TYPE_CHECKING:
     from ingot.optimizer import NaturalGradient
@@ -27,6 +27,11 @@ COUNTERS = ("steps", "updates")
 SIZES = ("size", "gain", "dropped")
 """The state's keys for the usual size of a layer's natural gradient, that size in units of the plain
 gradient's, and how many gradients were not to be trusted."""
+
+_NEVER_NEGATIVE = frozenset({*TRACES, *COUNTS, *SIZES, *COUNTERS, "step", "exp_avg_sq"})
+_WHOLE = (torch.int64, torch.int32)
+_REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_COMPLEX = (torch.complex64, torch.complex128)
 
 _KEPT = frozenset({"params", "structure", "factor_dtype", "precondition"})
 """Settings that stay those of the optimizer that loads: they say how its state is laid out."""
@@ -53,8 +58,8 @@ def _is_plain(value: Any) -> bool:
 
 def _is_data(value: Any) -> bool:
     """Whether a setting is of one of the kinds that can do no harm."""
-    if type(value) in (tuple, list):
-        return all(map(_is_data, value))
+    if type(value) in (tuple, list):  # of which none has others in it
+        return not any(type(v) in (tuple, list) for v in value) and all(map(_is_data, value))
     return (
         value is None
         or isinstance(value, Tensor)
@@ -75,7 +80,14 @@ def unpacked(optimizer: NaturalGradient, state_dict: Any) -> tuple[list[Group], 
             if index in state_dict["state"]:
                 reader = _Reader(optimizer, p, names.get(p, str(index)), saved)
                 states[p] = reader.read(state_dict["state"][index])
-    return [{k: v for k, v in saved.items() if k not in _KEPT} for saved in groups], states
+    settings = [{k: v for k, v in saved.items() if k not in _KEPT} for saved in groups]
+    for layer in optimizer._layers.values():  # whether this optimizer can do what the settings say
+        index = optimizer._group_index[layer.weight]
+        try:
+            optimizer._structures(layer, optimizer.param_groups[index] | settings[index])
+        except ValueError as error:
+            raise ValueError(f"the checkpoint has a setting that makes no sense here: {error}") from None
+    return settings, states
 
 
 # --- Groups ---------------------------------------------------------------------------------------------
@@ -92,6 +104,11 @@ def _groups(optimizer: NaturalGradient, state_dict: Any) -> list[Group]:
     groups, states = state_dict["param_groups"], state_dict["state"]
     if not isinstance(states, Mapping) or not _is_list_of_groups(groups):
         raise ValueError("the checkpoint is damaged: its groups or its state are not what they should be")
+    if not all("precond_every" in group for group in groups):
+        raise ValueError(
+            "the checkpoint is that of another optimizer, whose state means something else: load the model's "
+            "weights alone, and start this optimizer afresh"
+        )
     mine = optimizer.param_groups
     sizes, my_sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in mine]
     if sizes != my_sizes:
@@ -122,11 +139,6 @@ def _settings(group: Group, given: Mapping[str, Any]) -> Group:
         raise ValueError(
             f"the checkpoint has format {number!r} and this version of ingot reads up to {FORMAT}: upgrade "
             "ingot, a newer version made it"
-        )
-    if "precond_every" not in saved:
-        raise ValueError(
-            "the checkpoint is that of another optimizer, whose state means something else: load the model's "
-            "weights alone, and start this optimizer afresh"
         )
     for name, value in saved.items():
         if not _is_data(value):
@@ -183,8 +195,10 @@ class _Reader:
             )
             try:
                 factors = converted(self._rule, structures, layer.structures, state, settings)
-            except (ValueError, torch.linalg.LinAlgError) as error:
-                raise ValueError(f"layer {layer.name!r}: {error}") from None
+            except (ValueError, RuntimeError) as error:
+                raise ValueError(f"layer {layer.name!r} of the checkpoint: {error}") from None
+            if not all(bool(value.isfinite().all()) for value in factors.values()):
+                raise ValueError(f"layer {layer.name!r}: the checkpoint's factors cannot be converted")
             state = {key: value for key, value in state.items() if key not in self._rule.keys}
             state |= {key: value.to(first[key].dtype) for key, value in factors.items()}
         return first | state
@@ -194,7 +208,7 @@ class _Reader:
         if "structure" in self._group:
             try:
                 return self._optimizer._structures(layer, self._optimizer._group(self._p) | self._group)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise ValueError(f"the checkpoint has a structure that makes no sense: {error}") from None
         for structure, key in zip(layer.structures, self._rule.names, strict=True):
             value = saved.get(key)
@@ -215,18 +229,21 @@ class _Reader:
         shapes = {"dropped": (), **shapes}
         state: dict[str, Any] = {}
         for key, value in saved.items():
-            if isinstance(value, int) and key in COUNTERS:  # as older versions saved them
+            if isinstance(value, int) and key in COUNTERS and 0 <= value < 1 << 62:  # as in older versions
                 value = torch.tensor(value)
             if not isinstance(value, Tensor) or key not in shapes or value.shape != shapes[key]:
                 raise ValueError(self._misfit(key, value, shapes.get(key)))
             whole = key in COUNTERS
-            fits = value.dtype.is_floating_point != whole and not self._p.is_complex()
-            fits |= self._p.is_complex() and not whole
-            if not fits or value.layout != torch.strided or value.is_meta:
+            wanted = _WHOLE if whole else _COMPLEX if self._p.is_complex() and key != "step" else _REAL
+            if (
+                value.dtype not in (*wanted, *(() if whole else _REAL))
+                or value.layout != torch.strided
+                or value.is_meta
+            ):
                 raise ValueError(
                     f"the checkpoint is damaged: {key!r} of {self._name!r} is of the type {value.dtype}"
                 )
-            if not bool(value.isfinite().all()) or (whole and int(value) < 0):
+            if not bool(value.isfinite().all()) or (key in _NEVER_NEGATIVE and bool((value < 0).any())):
                 raise ValueError(f"the checkpoint is damaged: {key!r} of {self._name!r} is out of range")
             state[key] = int(value) if whole else self._copy(key, value)
             if not whole and not bool(state[key].isfinite().all()):
@@ -235,7 +252,7 @@ class _Reader:
 
     def _copy(self, key: str, value: Tensor) -> Tensor:
         if key == "step":  # which torch wants to have at hand
-            return value.to("cpu", copy=True)
+            return value.to("cpu", torch.float32, copy=True)
         return value.to(self._p.device, self._optimizer._state_dtype(self._p, key), copy=True)
 
     def _misfit(self, key: Any, value: Any, shape: tuple[int, ...] | None) -> str:

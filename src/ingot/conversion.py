@@ -43,7 +43,7 @@ def converted(rule: Rule, old: Pair, new: Pair, state: State, settings: Settings
     return factors
 
 
-def inverse_free(factor: Factor, structure: Structure, iterations: int = 100) -> Tensor:
+def inverse_free(factor: Factor, structure: Structure, iterations: int = 300) -> Tensor:
     """K in another structure, such that Π̂(Kᵀ U K) = I for the U that the given factor stands for.
 
     That is where the structure's own updates would end. For dense factors K Kᵀ stays what it is.
@@ -53,7 +53,7 @@ def inverse_free(factor: Factor, structure: Structure, iterations: int = 100) ->
     k = trace.rsqrt() * structure.identity_like(factor.entries)
     for _ in range(iterations):
         m = direction(Factor(structure, k), curvature(Factor(structure, k), root), 1.0, 0.0)
-        k = move(Factor(structure, k), m, bounded_rate(spectral_norm(structure, m), 1.0, 0.5))
+        k = move(Factor(structure, k), m, bounded_rate(spectral_norm(structure, m), 0.5, 0.5))
     return k
 
 

@@ -117,9 +117,14 @@ def _number(low: float, high: float = float("inf"), *, open_high: bool = False) 
     def check(value: Any) -> bool:
         if isinstance(value, Tensor):
             value = value.item() if value.numel() == 1 and not value.is_complex() else None
-        if not isinstance(value, Real) or isinstance(value, bool) or not isfinite(value):
+        if not isinstance(value, Real) or isinstance(value, bool):
             return False
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            return False
+        if not isfinite(number):
+            return False
         return low <= number and (number < high if open_high else number <= high)
 
     return check
@@ -183,7 +188,8 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 # The rest of what stands in a group: its members, a name for the user's eyes, what torch's schedulers write.
 _ALLOWED = frozenset({"params", "param_names", "name", "structure"})
 _ALLOWED |= {"lr_scale"}  # timm's decay of the rate by layers
-_ALLOWED |= {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
+_OF_SCHEDULERS = {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
+_ALLOWED |= _OF_SCHEDULERS
 
 
 def check_group(group: Group, others: Container[str] = ()) -> None:
@@ -191,6 +197,9 @@ def check_group(group: Group, others: Container[str] = ()) -> None:
     for name, (check, wanted) in _CHECKS.items():
         if not check(group.get(name)):
             raise ValueError(f"{name} must be {wanted}; got {group.get(name)!r}")
+    for name in _OF_SCHEDULERS & group.keys():
+        if not _number(0)(group[name]):
+            raise ValueError(f"{name} must be a number of at least 0; got {group[name]!r}")
     structure_pair(group["structure"])
     for name in group:
         if name not in _CHECKS and name not in _ALLOWED and name not in others:

@@ -474,6 +474,7 @@ def test_uses_of_several_kinds_add_up(optimizer_class):
     _assert_statistics(optimizers[0], module, optimizers[1], explicit)
 
 
+@pytest.mark.filterwarnings("ignore:the factors of .* overshoot")
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("optimizer_class", FAMILY)
 @pytest.mark.parametrize("loss_average", ["batch", "token", None])
@@ -646,6 +647,7 @@ def _randomize_attention(block: nn.Module) -> None:
         _randomize(getattr(block, name))
 
 
+@pytest.mark.filterwarnings("ignore:the factors of .* overshoot")
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("optimizer_class", FAMILY)
 def test_separate_projections_take_the_steps_of_explicit_ones(optimizer_class):
