@@ -14,6 +14,7 @@ from ingot.conversion import converted
 from ingot.groups import Group, check_group
 from ingot.model import Layer, named_parameters
 from ingot.rules import COUNTS, NUMBERS, TRACES, Pair
+from ingot.structures import Structure
 
 if TYPE_CHECKING:
     from ingot.optimizer import NaturalGradient
@@ -36,24 +37,37 @@ _COMPLEX = (torch.complex64, torch.complex128)
 _KEPT = frozenset({"params", "structure", "factor_dtype", "precondition"})
 """Settings that stay those of the optimizer that loads: they say how its state is laid out."""
 
+FUNCTION = "a function"
+"""What is saved in the place of a setting that is one."""
+
 
 def packed(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state_dict with state of tensors alone, and settings that are no functions."""
+    """A state_dict with state of tensors alone, and settings of numbers and text.
+
+    Every setting keeps its place: torch.distributed.checkpoint looks for all that a group has.
+    """
     if not {"state", "param_groups"} <= state_dict.keys():  # a hook of the user's gave it another layout
         return state_dict
     states = {
         index: {key: torch.tensor(v) if isinstance(v, int) else v for key, v in state.items()}
         for index, state in state_dict["state"].items()
     }
-    groups = [
-        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if _is_plain(v)}
-        for group in state_dict["param_groups"]
-    ]
+    groups = [{k: _plain(v) for k, v in group.items()} for group in state_dict["param_groups"]]
     return state_dict | {"state": states, "param_groups": [group | {"format": FORMAT} for group in groups]}
 
 
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, tuple | list) else not callable(value)
+def _plain(value: Any) -> Any:
+    """A setting as something that any format of files can keep."""
+    if isinstance(value, tuple | list):
+        values = [_plain(v) for v in value]
+        if any(v is FUNCTION for v in values):
+            return FUNCTION
+        return values if isinstance(value, list) else tuple(values)
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, type) and issubclass(value, Structure) and value.name:
+        return value.name
+    return FUNCTION if callable(value) else value.clone() if isinstance(value, Tensor) else value
 
 
 def _is_data(value: Any) -> bool:
@@ -133,7 +147,7 @@ def _is_list_of_groups(groups: Any) -> bool:
 
 def _settings(group: Group, given: Mapping[str, Any]) -> Group:
     """The settings of a saved group, which must make sense in the place of this one's."""
-    saved = dict(given)
+    saved = {name: v for name, v in given.items() if not (type(v) is str and v == FUNCTION)}
     number = saved.pop("format", 0)
     if not isinstance(number, int) or number > FORMAT:
         raise ValueError(

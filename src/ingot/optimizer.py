@@ -284,15 +284,19 @@ class NaturalGradient(CollectingOptimizer):
         return not any(p.grad.any() for p in self._group_index if p.grad is not None)
 
     def _make_state(self) -> None:
+        """The state that a first step of all parameters that are not frozen would leave behind."""
+        preconditioned: set[Tensor] = set()
         for layer in self._layers.values():
             if layer.weight.requires_grad:
                 self._factors(layer, start=True)
-                for p in layer.parameters:
-                    if self._group(p)["momentum"]:
-                        self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=keeping(p.dtype))
-        parameters = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
-        in_layers = {p for layer in self._layers.values() for p in layer.parameters}
-        self.state.update({p: adamw_steps.start(p) for p in parameters if p not in in_layers})
+                preconditioned.update(layer.parameters)
+        for p in (p for p in self._group_index if p.requires_grad):
+            if p not in preconditioned:
+                self.state[p] |= adamw_steps.start(p)
+            elif self._group(p)["momentum"]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=keeping(p.dtype))
+            else:
+                self.state[p] |= {}  # which is an entry, too: without one torch calls the state incomplete
 
     def _check_captured(self) -> None:
         """Say so where nothing at all was captured though it should have been."""

@@ -9,8 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from ingot import IKFAC, INGD, KFAC, PAPER, SINGD, conversion
+from ingot.checkpoints import FUNCTION
 from ingot.rules import NUMBERS
-from ingot.structures import Dense, Diagonal, LowerTriangular, Structure, bind, parse, registered
+from ingot.structures import (
+    Dense,
+    Diagonal,
+    LowerTriangular,
+    Structure,
+    UpperTriangular,
+    bind,
+    parse,
+    registered,
+)
 from tests.behaviour.training import train
 from tests.checkpoints.runs import SHAPE, go_on, loss, made
 from tests.checkpoints.victim import Victim
@@ -286,7 +296,7 @@ def _half(dim: int) -> Structure:
 def test_structures_by_functions_stay_and_fit_each_other():
     _, optimizer = _layer(_half)
     saved = copy.deepcopy(optimizer.state_dict())
-    assert "structure" not in saved["param_groups"][0]
+    assert saved["param_groups"][0]["structure"] == FUNCTION
     _, other = _layer(_half)
     other.load_state_dict(saved)
     assert other.param_groups[0]["structure"][0] is _half
@@ -302,6 +312,18 @@ def test_structures_by_text_are_converted_to_those_by_functions():
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     k, old_k = other.state[other_model.weight]["K"], optimizer.state[model.weight]["K"]
     k, old_k = LowerTriangular(DIM).dense(k), Dense(DIM).dense(old_k)
+    _close(k @ k.mT, old_k @ old_k.mT, 1e-5)
+
+
+def test_structures_by_classes_are_known_by_their_names():
+    """Lower and upper triangles have as many entries, which mean something else."""
+    model, optimizer = _layer(LowerTriangular)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["param_groups"][0]["structure"] == ("tril", "dense")
+    other_model, other = _layer(UpperTriangular)
+    other.load_state_dict(saved)
+    k, old_k = other.state[other_model.weight]["K"], optimizer.state[model.weight]["K"]
+    k, old_k = UpperTriangular(DIM).dense(k), LowerTriangular(DIM).dense(old_k)
     _close(k @ k.mT, old_k @ old_k.mT, 1e-5)
 
 

@@ -164,6 +164,9 @@ OPTIONS = {
         (IKFAC, {"stochastic_rounding": True, "dtype": torch.bfloat16}),
         (KFAC, {"params": [{"params": "*.bias", "weight_decay": 0.0}]}),
         (SINGD, PAPER),
+        (SINGD, {"factor_dtype": torch.bfloat16}),
+        (SINGD, {"precond_lr": lambda n: 0.1}),
+        (SINGD, {"momentum": 0.0}),
     ],
 )
 def test_distributed_checkpoints(kind, settings, options, tmp_path):
@@ -179,6 +182,22 @@ def test_distributed_checkpoints(kind, settings, options, tmp_path):
     other_model.load_state_dict(copy.deepcopy(model.state_dict()))
     assert other.param_groups[0]["lr"] == 1e-3
     assert_identical(held(other_model, other), held(model, optimizer))
+    assert_identical(go_on(other_model, other), go_on(model, optimizer))
+
+
+@alone
+@pytest.mark.parametrize("name", ["head.weight", "head.bias"])
+def test_distributed_checkpoints_of_models_that_were_frozen_in_part(name, tmp_path):
+    model, optimizer = made()
+    model.get_parameter(name).requires_grad_(False)
+    go_on(model, optimizer)
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path)
+    other_model, other = made()
+    other_model.get_parameter(name).requires_grad_(False)
+    into = get_optimizer_state_dict(other_model, other)
+    dcp.load(into, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other_model, other, into)
+    other_model.load_state_dict(copy.deepcopy(model.state_dict()))
     assert_identical(go_on(other_model, other), go_on(model, optimizer))
 
 
