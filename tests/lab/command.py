@@ -1,7 +1,9 @@
 """The laboratory's commands as the tests call them."""
 
 import re
+from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from ingot.lab.cli import app
@@ -9,6 +11,14 @@ from ingot.lab.cli import app
 
 def invoke(*words: str):
     return CliRunner(env={"COLUMNS": "120"}).invoke(app, words)
+
+
+def finish(directories: pytest.TempPathFactory, command: str, steps: int) -> tuple[Path, str]:
+    """The output directory of a short run of a command, and what it printed."""
+    out = directories.mktemp("lab") / "new" / command
+    result = invoke(command, "--steps", str(steps), "--seeds", "1", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    return out, result.stdout
 
 
 def plain(text: str) -> str:

@@ -13,7 +13,7 @@ from ingot.lab.digits import digits
 from ingot.lab.plot import plot_error
 from ingot.lab.report import mean_and_spread, record
 from ingot.lab.train import OPTIMIZERS, Run, Schedule, batches, state_bytes, train
-from tests.lab.command import invoke
+from tests.lab.command import finish
 
 STEPS = 6
 
@@ -28,11 +28,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The output directory of a short demo, and what it printed."""
-    out = tmp_path_factory.mktemp("lab") / "new" / "demo"
-    result = invoke("demo", "--steps", str(STEPS), "--seeds", "1", "--out", str(out))
-    assert result.exit_code == 0, result.output
-    return out, result.stdout
+    return finish(tmp_path_factory, "demo", STEPS)
 
 
 class Spy:

@@ -22,18 +22,14 @@ from ingot.lab.precision import (
 from ingot.lab.precision_report import diverged, markdown_report, plot, records, table_rows
 from ingot.lab.report import write_records
 from ingot.lab.train import Run, Schedule, train
-from tests.lab.command import invoke
+from tests.lab.command import finish
 
 STEPS = 11
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The output directory of a short study, and what it printed."""
-    out = tmp_path_factory.mktemp("lab") / "new" / "precision"
-    result = invoke("precision", "--steps", str(STEPS), "--seeds", "1", "--out", str(out))
-    assert result.exit_code == 0, result.output
-    return out, result.stdout
+    return finish(tmp_path_factory, "precision", STEPS)
 
 
 def read(path):
