@@ -232,6 +232,19 @@ def test_a_step_with_a_rate_of_zero_is_a_step():
     assert optimizer.state[norm.weight]["step"] == 1
 
 
+def test_a_step_without_rate_and_gradients_keeps_the_state_that_there_is():
+    model, optimizer = made(steps=3)
+    momenta = {p: optimizer.state[p]["momentum_buffer"].clone() for p in model.head.parameters()}
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert optimizer.state[model.head.weight]["steps"] == 4
+    for p, momentum in momenta.items():
+        torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], 0.9 * momentum)
+
+
 # --- safetensors ------------------------------------------------------------------------------------------
 
 
@@ -510,3 +523,10 @@ def test_settings_are_not_shared_with_the_caller():
     assert saved["param_groups"][0]["lr"] == torch.tensor(1e-3)
     saved["param_groups"][-1]["betas"][0] = 7.0
     assert other.param_groups[-1]["betas"] == [0.8, 0.9]
+
+
+def test_a_checkpoint_keeps_the_rate_of_its_time():
+    _, optimizer = made(SINGD, 1, lr=torch.tensor(1e-3))
+    saved = optimizer.state_dict()
+    optimizer.param_groups[0]["lr"].fill_(0.5)
+    assert saved["param_groups"][0]["lr"] == torch.tensor(1e-3)
