@@ -66,6 +66,8 @@ class NaturalGradient(CollectingOptimizer):
         precond_momentum: Riemannian momentum α₁ of the factors; costs a second copy of them.
         precond_every: Steps from one update of the factors to the next (T).
         factor_dtype: The factors' dtype; None takes the weight's (bfloat16 for float16).
+        cache_products: Whether K Kᵀ and C Cᵀ are kept between updates of the factors where that makes steps
+            faster; costs memory as the plan tells, but none in checkpoints.
         precond_warmup: For so many first steps the factors are updated every time, and β₁ starts high.
         max_factor_step: Bound on β₁ times the spectral norm of a factor's direction, or None.
         relative_damping: Whether ``damping`` is in units of the mean traces of U and G.
@@ -100,6 +102,7 @@ class NaturalGradient(CollectingOptimizer):
         precond_momentum: float = 0.0,
         precond_every: int = 10,
         factor_dtype: torch.dtype | None = None,
+        cache_products: bool = True,
         precond_warmup: int = 20,
         max_factor_step: float | None = 0.5,
         relative_damping: bool = True,

@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ingot.structures.base import Structure
+from ingot.structures.base import Square, Structure
+from ingot.structures.dense import DenseSquare
 
 
 @lru_cache(maxsize=64)
@@ -58,6 +59,13 @@ class _Triangular(Structure):
 
     def self_gram(self, a: Tensor) -> Tensor:
         return self.gram(self._matrix(a).mT)
+
+    def dense(self, a: Tensor) -> Tensor:
+        return self._matrix(a)
+
+    @property
+    def square(self) -> Square:
+        return DenseSquare(self)
 
 
 class LowerTriangular(_Triangular):
