@@ -2,4 +2,4 @@
 
 import os
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else torch's profiler tells each time that it ran
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler tells each time that it ran

@@ -51,20 +51,22 @@ def targets_section(found: list[Verdict]) -> Iterator[str]:
     yield "## Targets\n"
     yield "What is promised, and what was measured: medians of ratios, with the bound in brackets.\n"
     yield tables.verdict_counts(found)
-    yield tables.verdict_table(by_model)
-    yield from folded("Never slower than the official package", tables.verdict_table(never_slower))
-    yield from folded("Growth with the dimension", tables.verdict_table(growth))
+    if any(v.measured for v in by_model):
+        yield tables.verdict_table(by_model)
+    yield from folded("Never slower than the official package", never_slower)
+    yield from folded("Growth with the dimension", growth)
 
 
-def folded(title: str, text: str) -> Iterator[str]:
-    """A part of the page that is shown when it is clicked on."""
-    yield f'<details markdown="1"><summary>{title}</summary>\n'
-    yield text
-    yield "</details>\n"
+def folded(title: str, found: list[Verdict]) -> Iterator[str]:
+    """A table that is shown when it is clicked on."""
+    if any(v.measured for v in found):
+        yield f'<details markdown="1"><summary>{title}</summary>\n'
+        yield tables.verdict_table(found)
+        yield "</details>\n"
 
 
 def times_section(results: Results) -> Iterator[str]:
-    if any(results.conditions["peers"].get("singd") for _ in results.times):
+    if any(tables.has_official(times) for times in results.times.values()):
         yield "## Against the official package\n"
         yield (
             "How many times as long the official package takes, with the quartiles over the rounds in "

@@ -27,13 +27,13 @@ from ingot.structures import bind, parse
 DIMS = (512, 724, 1024, 1448, 2048, 2896, 4096)
 REPEATS = 3
 
-ROWS = 512
-"""Rows of a batch, enough for the work on their numbers to outweigh that of starting each operation."""
+ROWS = 256
+LAYERS = {"dense": 1, "block_diagonal(30)": 8, "hierarchical(15,15)": 8}
+MANY_LAYERS = 128
+"""Rows of a batch, and layers of each structure whose factors are updated in one go.
 
-ENTRIES, SMALLEST = 2**15, 512
-"""Entries of all factors that are updated in one go at the smallest d, for the same reason.
-
-The rules take stacks of layers. A single diagonal has only d numbers, which take no time at all.
+A single diagonal has only d numbers, and its time would be that of starting operations, whatever d is. These
+are enough for the work on numbers to outweigh that, and few enough for the processor's caches.
 """
 
 SHORTEST = 0.005
@@ -48,7 +48,7 @@ def works(structure: str, d: int, rows: int = ROWS) -> dict[str, Work]:
     """What is timed, by its kind. Factors are the identity and a little noise, so that nothing explodes."""
     s = bind(parse(structure), d)
     one = s.identity()
-    layers = max(1, ENTRIES // bind(parse(structure), SMALLEST).numel)
+    layers = LAYERS.get(structure, MANY_LAYERS)
     factor = Factor(s, _noisy(one))
     many, h = Factor(s, _noisy(one.expand(layers, -1))), _noisy(one.expand(layers, -1))
     batch = torch.randn(rows, d)

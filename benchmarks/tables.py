@@ -41,9 +41,12 @@ def verdict_counts(found: Sequence[Verdict]) -> str:
 
 
 def verdict_table(found: Sequence[Verdict]) -> str:
-    """Targets with a model, in one column for each; those of all models together have one for themselves."""
+    """A column for each model, one for targets of no model; rows without any measurement are left out."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
+    measured = {(v.target.structure, v.target.claim) for v in found if v.measured}
     for verdict in found:
+        if (verdict.target.structure, verdict.target.claim) not in measured:
+            continue
         row = rows.setdefault((verdict.target.structure, verdict.target.claim), {})
         row[verdict.target.model] = _cell(verdict)
     models = [model for model in (*MODELS, "") if any(model in row for row in rows.values())]
@@ -76,7 +79,7 @@ def _number(value: float) -> str:
 
 def official_table(results: Results) -> str:
     """How many times as long the official package takes, for each structure and model."""
-    models = [model for model in results.times if _has_official(results.times[model])]
+    models = [model for model in results.times if has_official(results.times[model])]
     rows = []
     for structure in OFFICIAL_NAMES:
         for what, every, part in _compared(results):
@@ -86,7 +89,7 @@ def official_table(results: Results) -> str:
     return markdown_table(("structure", "official / ingot", *(_model(m) for m in models)), rows) + "\n"
 
 
-def _has_official(times: Times) -> bool:
+def has_official(times: Times) -> bool:
     return any(timing.package == "singd" for timing in times.timings)
 
 
