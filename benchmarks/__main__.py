@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = Results.load(stored)  # so that measuring and rendering later make the same page
     print(report.write(results, chosen.out))
     if chosen.page is not None:
-        report.write_into(chosen.page, results)
+        report.write_into(chosen.page, results, chosen.out)
 
 
 if __name__ == "__main__":

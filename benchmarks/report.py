@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 from benchmarks import tables
@@ -49,8 +50,10 @@ def targets_section(found: list[Verdict]) -> Iterator[str]:
     never_slower = [v for v in found if "never" in v.target.claim]
     growth = [v for v in found if not v.target.model]
     yield "## Targets\n"
-    yield "What is promised, and what was measured: medians of ratios, with the bound in brackets.\n"
-    yield tables.verdict_counts(found)
+    yield (
+        "What is promised, and what was measured: medians of ratios, with the bound in brackets. "
+        f"Of all targets, {tables.verdict_counts(found)}.\n"
+    )
     if any(v.measured for v in by_model):
         yield tables.verdict_table(by_model)
     yield from folded("Never slower than the official package", never_slower)
@@ -60,7 +63,8 @@ def targets_section(found: list[Verdict]) -> Iterator[str]:
 def folded(title: str, found: list[Verdict]) -> Iterator[str]:
     """A table that is shown when it is clicked on."""
     if any(v.measured for v in found):
-        yield f'<details markdown="1"><summary>{title}</summary>\n'
+        counts = tables.verdict_counts(found)
+        yield f'<details markdown="1"><summary>{title}: {counts}</summary>\n'
         yield tables.verdict_table(found)
         yield "</details>\n"
 
@@ -70,11 +74,12 @@ def times_section(results: Results) -> Iterator[str]:
         yield "## Against the official package\n"
         yield (
             "How many times as long the official package takes, with the quartiles over the rounds in "
-            "brackets. It has neither warm-up nor guards; ingot runs with its default settings.\n"
+            "brackets. It has no guards; ingot runs with its default settings.\n"
         )
         yield tables.official_table(results)
     for times in results.times.values():
         yield f"## {times.title}\n"
+        yield "Times are in units of SGD's: of iterations, steps, and steps with an update and without.\n"
         yield tables.times_table(times)
 
 
@@ -120,10 +125,13 @@ def write(results: Results, folder: Path) -> str:
     return text
 
 
-def write_into(target: Path, results: Results) -> None:
-    """The results between the marks of a page of the documentation, with figures in its folder of images."""
+def write_into(target: Path, results: Results, folder: Path) -> None:
+    """The results between the marks of a page of the documentation, with the figures that ``write`` made."""
     write_between(target, BEGIN, END, page(results, images="images/"))
-    write_figures(results, target.parent / "images")
+    if results.scaling is not None:
+        (target.parent / "images").mkdir(exist_ok=True)
+        for name in (TIME_FIGURE, MEMORY_FIGURE):
+            copyfile(folder / name, target.parent / "images" / name)
 
 
 def write_figures(results: Results, folder: Path) -> None:
@@ -131,7 +139,6 @@ def write_figures(results: Results, folder: Path) -> None:
         return
     from benchmarks.figures import plot_memory, plot_times  # matplotlib takes a while
 
-    folder.mkdir(parents=True, exist_ok=True)
     plot_times(results.scaling).savefig(folder / TIME_FIGURE, dpi=110)
     plot_memory(results.scaling).savefig(folder / MEMORY_FIGURE, dpi=110)
 

@@ -7,7 +7,7 @@ from statistics import median
 
 from benchmarks.complexity import KINDS, PAPER, expected_exponent, exponent
 from benchmarks.contenders import OFFICIAL_NAMES, STATE_REFERENCE
-from benchmarks.measured import Memory, PathResult, Results, Scaling, Times, ratio, spread
+from benchmarks.measured import Memory, PathResult, Results, Scaling, Spread, Times, ratio, spread
 from benchmarks.targets import (
     EXPONENT_TOLERANCE,
     MODELS,
@@ -29,45 +29,42 @@ NOTHING = "–"
 
 
 def verdict_counts(found: Sequence[Verdict]) -> str:
-    """How many were reached, and which were not."""
-    reached, missed = ([v for v in found if v.reached is answer] for answer in (True, False))
-    unknown = len(found) - len(reached) - len(missed)
-    text = f"{len(reached)} of {len(found)} targets are reached, {len(missed)} missed"
-    text += f", {unknown} not measured." if unknown else "."
-    if missed:
-        listed = (f"{_name(v)}: {_cell(v)}" for v in missed)
-        text += "\n\nMissed:\n\n" + "\n".join(f"- {line}" for line in listed)
-    return text + "\n"
+    """How many were reached, of those that were measured."""
+    answers = [verdict.reached for verdict in found]
+    known = sum(answer is not None for answer in answers)
+    unknown = f", {len(found) - known} were not measured" if known < len(found) else ""
+    return f"{answers.count(True)} of {known} reached{unknown}"
 
 
 def verdict_table(found: Sequence[Verdict]) -> str:
     """A column for each model, one for targets of no model; rows without any measurement are left out."""
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    measured = {(v.target.structure, v.target.claim) for v in found if v.measured}
+    rows: dict[str, dict[str, str]] = {}
+    measured = {_name(verdict) for verdict in found if verdict.measured}
     for verdict in found:
-        if (verdict.target.structure, verdict.target.claim) not in measured:
-            continue
-        row = rows.setdefault((verdict.target.structure, verdict.target.claim), {})
-        row[verdict.target.model] = _cell(verdict)
+        if _name(verdict) in measured:
+            rows.setdefault(_name(verdict), {})[verdict.target.model] = _cell(verdict)
     models = [model for model in (*MODELS, "") if any(model in row for row in rows.values())]
-    columns = ("structure", "target", *(NAMES.get(model, "measured") for model in models))
-    cells = ((*key, *(row.get(model, "") for model in models)) for key, row in rows.items())
+    columns = ("target", *(NAMES.get(model, "measured") for model in models))
+    cells = ((name, *(row.get(model, "") for model in models)) for name, row in rows.items())
     return markdown_table(columns, list(cells)) + "\n"
 
 
 def _name(verdict: Verdict) -> str:
-    target = verdict.target
-    model = f", {NAMES[target.model]}" if target.model else ""
-    return f"{target.structure}{model}, {target.claim}"
+    return f"{verdict.target.structure}: {verdict.target.claim}"
 
 
 def _cell(verdict: Verdict) -> str:
     target, measured = verdict.target, verdict.measured
     if measured is None:
-        return "not measured"
+        return NOTHING
     sign = "≥" if target.at_least else "≤"
     mark = "✓" if verdict.reached else "✗"
-    return f"{mark} {_number(measured.median)} ({sign} {target.limit:g})"
+    return _unbroken(f"{mark} {_number(measured.median)} ({sign} {target.limit:g})")
+
+
+def _unbroken(value: object) -> str:
+    """Text that a narrow column does not break into lines."""
+    return str(value).replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def _number(value: float) -> str:
@@ -85,8 +82,8 @@ def official_table(results: Results) -> str:
         for what, every, part in _compared(results):
             cells = [speedup(results, model, structure, every, part) for model in models]
             if any(cells):
-                rows.append((structure, what, *(cell or NOTHING for cell in cells)))
-    return markdown_table(("structure", "official / ingot", *(_model(m) for m in models)), rows) + "\n"
+                rows.append((f"{structure}: {what}", *map(_spread, cells)))
+    return markdown_table(("official / ingot", *(_model(m) for m in models)), rows) + "\n"
 
 
 def has_official(times: Times) -> bool:
@@ -114,23 +111,26 @@ def times_table(times: Times) -> str:
     ]
     rows = []
     for timing in times.timings:
-        ratios = (
-            ratio(mine, its)
-            for mine, its in (
-                (timing.iterations(), sgd.iterations()),
-                (timing.steps(), sgd.steps()),
-                (timing.step.update if timing.step.plain else [], sgd.steps()),
-                (timing.step.plain, sgd.steps()),
-            )
-        )
+        both = [
+            _spread(ratio(mine, its))
+            for mine, its in ((timing.iterations(), sgd.iterations()), (timing.steps(), sgd.steps()))
+        ]
+        # Where every step is an update, or nobody can tell, there is nothing to tell apart.
+        update = ratio(timing.step.update if timing.step.plain else [], sgd.steps())
+        plain = ratio(timing.step.plain, sgd.steps())
+        apart = (_number(kind.median) if kind else NOTHING for kind in (update, plain))
         state = f"{timing.state_bytes / adamw.state_bytes:.2f}" if adamw else NOTHING
-        rows.append((timing.title, timing.every or NOTHING, *(r or NOTHING for r in ratios), state))
-    columns = ("optimizer", "T", "iteration", "step", "step with update", "step without", "state / AdamW")
+        rows.append((timing.name, *both, *apart, state))
+    columns = ("optimizer", "iteration", "step", "with update", "without", "state / AdamW")
     lines.append(markdown_table(columns, rows) + "\n")
     wild = [timing.name for timing in times.timings if not timing.finite]
     if wild:
         lines.append(f"The loss was not finite, so distrust the times of: {', '.join(wild)}.\n")
     return "\n".join(lines)
+
+
+def _spread(value: Spread | None) -> str:
+    return _unbroken(value) if value else NOTHING
 
 
 def _model(key: str) -> str:
@@ -160,7 +160,7 @@ def growth_table(scaling: Scaling) -> str:
             fitted = exponent(scaling.dims, scaling.seconds[kind][structure])
             paper = expected_exponent(scaling.dims, terms[kind])
             mark = "✓" if abs(fitted - paper) <= EXPONENT_TOLERANCE else "✗"
-            cells.append(f"{mark} {fitted:.2f} / {paper:.2f} ({terms[kind].text})")
+            cells.append(_unbroken(f"{mark} {fitted:.2f} / {paper:.2f} ({terms[kind].text})"))
         rows.append((structure, *cells))
     return markdown_table(("structure", *KINDS), rows) + "\n"
 
@@ -181,5 +181,7 @@ def storage_table(scaling: Scaling) -> str:
 
 def paths_table(found: Sequence[PathResult]) -> str:
     """How many times as fast each fast path is as what it replaces."""
-    rows = [(r.name, r.replaces, r.shape, spread(r.speedups), f"{r.error:.0e}") for r in found]
-    return markdown_table(("fast path", "instead of", "shapes", "times as fast", "difference"), rows) + "\n"
+    rows = [
+        (f"{r.name}, not {r.replaces}", r.shape, _spread(spread(r.speedups)), f"{r.error:.0e}") for r in found
+    ]
+    return markdown_table(("fast path", "shapes", "times as fast", "difference"), rows) + "\n"

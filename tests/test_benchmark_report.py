@@ -189,6 +189,11 @@ def test_growth_other_than_the_papers_is_missed():
     assert verdict(wrong, claim, "triu_toeplitz").reached is False
 
 
+def broken(text):
+    """A page with plain spaces."""
+    return text.replace("\N{NO-BREAK SPACE}", " ")
+
+
 # --- The page ---------------------------------------------------------------------------------------------
 
 
@@ -203,14 +208,14 @@ def test_results_are_the_same_after_storing(tmp_path):
 
 
 def test_the_page_has_every_section_and_says_what_was_missed():
-    text = report.page(results(), images="images/")
+    text = broken(report.page(results(), images="images/"))
     assert "Abacus, 2 cores, 1 thread(s)" in text
     assert "skipped: heavyball." in text
     for heading in ("Targets", "Against the official package", "A model", "Memory", "Growth", "Fast paths"):
         assert f"\n## {heading}" in text
-    assert "- triu_toeplitz, MLP, step at T=10, official / ingot: ✗ 4.00 (≥ 70)" in text
-    assert "| diagonal | step at T=10, official / ingot | ✓ 4.00 (≥ 2.5) |" in text
-    assert "| ones | sums | d = 3 | 2.00 [1.75, 2.25] | 1e-07 |" in text
+    assert "| triu_toeplitz: step at T=10, official / ingot | ✗ 4.00 (≥ 70) |" in text
+    assert "| diagonal: step at T=10, official / ingot | ✓ 4.00 (≥ 2.5) |" in text
+    assert "| ones, not sums | d = 3 | 2.00 [1.75, 2.25] | 1e-07 |" in text
     assert "| triu_toeplitz | ✓ 2.14 / 2.14 (d² log d) |" in text
 
 
@@ -218,24 +223,21 @@ def test_what_was_not_measured_has_no_section():
     text = report.page(Results(CONDITIONS, fast_paths=results().fast_paths), "")
     assert "## Fast paths" in text
     assert text.count("\n## ") == 1
-    partly = report.page(results(times={"mlp": model_times()}, memory={}), "")
+    partly = broken(report.page(results(times={"mlp": model_times()}, memory={}), ""))
     assert "## Memory" not in partly
-    assert "| ✓ 4.00 (≥ 2.5) | not measured | not measured | not measured |" in partly
+    assert "| ✓ 4.00 (≥ 2.5) | – | – | – |" in partly
 
 
 def test_counts_of_targets():
     found = targets.verdicts(results(times={}, memory={}, scaling=growth(wrong="diagonal")))
     measured = [v for v in found if v.measured]
     assert len(measured) == 3 * 6 + 5
-    first = tables.verdict_counts(found).split("\n")[0]
-    reached, unknown = len(measured) - 4, len(found) - len(measured)
-    assert first == f"{reached} of {len(found)} targets are reached, 4 missed, {unknown} not measured."
+    unknown = len(found) - len(measured)
+    assert tables.verdict_counts(found) == f"19 of 23 reached, {unknown} were not measured"
+    assert tables.verdict_counts(measured) == "19 of 23 reached"
 
 
 def test_quartiles_and_both_kinds_of_steps_are_in_the_table_of_a_model():
-    text = tables.times_table(model_times())
-    assert "| AdamW | – | 1.17 [1.17, 1.17] | 2.00 [2.00, 2.00] | – | – | 1.00 |" in text
-    assert (
-        "| ingot dense | 10 | 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] | 5.50 [5.50, 5.50] | 0.50 [0.50, 0.50] |"
-        in text
-    )
+    text = broken(tables.times_table(model_times()))
+    assert "| AdamW | 1.17 [1.17, 1.17] | 2.00 [2.00, 2.00] | – | – | 1.00 |" in text
+    assert "| ingot dense, T=10 | 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] | 5.50 | 0.50 | 0.50 |" in text

@@ -197,7 +197,7 @@ def test_measures_stores_and_renders_again(tiny, tmp_path, capsys):
     titles = ["SGD momentum", "AdamW", "official singd diagonal", "ingot SINGD diagonal"]
     for model in results.times:
         for title in titles:
-            assert f"| {title} | " in text
+            assert f"| {title}" in text
             assert title in results.memory[model]
     assert results.scaling.dims == [32, 64]
     assert len(results.fast_paths) == 3
