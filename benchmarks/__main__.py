@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import fast_paths, memory, report, scaling, timing
+from benchmarks import fast_paths, memory, report, scaling, side_by_side, timing
 from benchmarks.contenders import contenders
 from benchmarks.measured import Results, conditions
 from benchmarks.workloads import WORKLOADS
@@ -47,8 +47,8 @@ def measure_scaling(results: Results, chosen: argparse.Namespace) -> None:
 
 
 def measure_fast_paths(results: Results, chosen: argparse.Namespace) -> None:
-    rounds = chosen.rounds or fast_paths.ROUNDS
-    results.fast_paths = fast_paths.measure(fast_paths.PATHS, rounds, progress("fast paths"))
+    rounds = chosen.rounds or side_by_side.ROUNDS
+    results.fast_paths = side_by_side.measure(fast_paths.PATHS, rounds, progress("fast paths"))
 
 
 PARTS: Mapping[str, Callable[[Results, argparse.Namespace], None]] = {

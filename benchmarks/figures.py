@@ -20,8 +20,10 @@ TITLES = {
 
 def plot_times(scaling: Scaling) -> Figure:
     """One picture for each kind of work, with the fitted exponent of each structure."""
-    figure = Figure(figsize=(13, 4.8), layout="constrained")
-    for axes, kind in zip(figure.subplots(1, 3), KINDS, strict=True):
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    *panels, empty = figure.subplots(2, 2).flat
+    empty.set_axis_off()
+    for axes, kind in zip(panels, KINDS, strict=True):
         values = {name: [1e3 * s for s in points] for name, points in scaling.seconds[kind].items()}
         _draw(axes, scaling.dims, values)
         axes.set_title(TITLES[kind], fontsize=10)
@@ -32,7 +34,7 @@ def plot_times(scaling: Scaling) -> Figure:
 
 def plot_memory(scaling: Scaling) -> Figure:
     """The largest allocation and the state of a layer with d inputs, beside a d x d matrix."""
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     titles = {"largest_bytes": "largest allocation in a training step", "state_bytes": "optimizer's state"}
     for axes, (name, title) in zip((left, right), titles.items(), strict=True):

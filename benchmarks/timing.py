@@ -24,7 +24,6 @@ from benchmarks.workloads import Batch, Workload, training_loss
 
 WARMUP_ITERATIONS = 2  # one with an update of the factors and one without: allocations are made by then
 MIN_WINDOW = 10
-SLOW_ROUNDS = 2
 
 Progress = Callable[[str], None]
 
@@ -56,15 +55,13 @@ class Contestant:
             self.step.append(after_step - before_step)
             self.loss = loss.item()
 
-    def iterations_of(self, round_number: int, window: int) -> int:
-        """How many iterations it takes in a round."""
-        if not self.contender.slow:
-            return window
-        return (self.contender.every or 1) if round_number < SLOW_ROUNDS else 0
+    def per_round(self, window: int) -> int:
+        """How many iterations it takes in a round in which it takes part."""
+        return (self.contender.every or 1) if self.contender.slow else window
 
     def kinds(self, seconds: Sequence[float], window: int) -> Kinds:
         """Milliseconds with and without an update, as means over each round that it took part in."""
-        length = self.iterations_of(0, window)
+        length = self.per_round(window)
         update, plain = [], []
         for start in range(WARMUP_ITERATIONS, len(seconds), length):
             numbered = [(i, 1e3 * seconds[i]) for i in range(start, start + length)]
@@ -107,23 +104,24 @@ def measure(
             torch.manual_seed(0)
             contestants.append(prepare(workload.model(), contender, batches))
         window = whole_intervals(contenders)
-        take_turns(contestants, window, rounds, workload.turn, progress)
+        for number in range(rounds):
+            progress(f"round {number + 1} of {rounds}")
+            taking_part = [c for c in contestants if number < workload.slow_rounds or not c.contender.slow]
+            take_turns(taking_part, window, workload.turn, random.Random(number))
     timings = [timing for contestant in contestants for timing in summaries(contestant, window)]
     return Times(workload.title, timings)
 
 
-def take_turns(
-    contestants: Sequence[Contestant], window: int, rounds: int, turn: int, progress: Progress
-) -> None:
+def take_turns(contestants: list[Contestant], window: int, turn: int, shuffler: random.Random) -> None:
+    """One round."""
     gc.freeze()  # so that the garbage collector's tours through all of them are in nobody's time
-    order, shuffler = list(contestants), random.Random(0)
-    for number in range(rounds):
-        progress(f"round {number + 1} of {rounds}")
-        for done in range(0, window, turn):
-            shuffler.shuffle(order)  # so that none always finds the caches as the same predecessor left them
-            for contestant in order:
-                left = contestant.iterations_of(number, window) - done
-                contestant.train(max(0, min(turn, left)))
+    for done in range(0, window, turn):
+        shuffler.shuffle(
+            contestants
+        )  # so that none always finds the caches as the same predecessor left them
+        for contestant in contestants:
+            left = contestant.per_round(window) - done
+            contestant.train(max(0, min(turn, left)))
     gc.unfreeze()
 
 

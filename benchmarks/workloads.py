@@ -99,6 +99,7 @@ class Workload:
         model: Makes the model.
         batch: Makes a random batch of inputs and class labels.
         rounds: Rounds to measure unless told otherwise.
+        slow_rounds: Rounds in which optimizers take part that are many times slower than the others.
         turn: Iterations that an optimizer takes in a row before the next one's turn. Short turns cancel the
             machine's slow drifts, long ones keep an optimizer's own data in the processor's caches.
         per_token: Whether there is a label for every position, so that the loss is a mean over these, too.
@@ -109,6 +110,7 @@ class Workload:
     batch: Callable[[], Batch]
     rounds: int
     turn: int
+    slow_rounds: int = 1
     per_token: bool = False
 
 
@@ -119,6 +121,7 @@ WORKLOADS: Mapping[str, Workload] = {
         batch=lambda: (torch.randn(128, 784), torch.randint(10, (128,))),
         rounds=7,
         turn=5,
+        slow_rounds=2,
     ),
     "vgg": Workload(
         title="VGG11-BN, a quarter of the widths, 32x32, batch 32",
@@ -126,12 +129,13 @@ WORKLOADS: Mapping[str, Workload] = {
         batch=lambda: (torch.randn(32, 3, 32, 32), torch.randint(10, (32,))),
         rounds=5,
         turn=5,
+        slow_rounds=2,
     ),
     "vit": Workload(
         title="ViT d=192, 4 layers, 32x32 in patches of 4x4, batch 16",
         model=ViT,
         batch=lambda: (torch.randn(16, 3, 32, 32), torch.randint(10, (16,))),
-        rounds=4,
+        rounds=3,
         turn=2,
     ),
     "gpt": Workload(
