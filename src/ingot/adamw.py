@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from ingot.groups import Group
 from ingot.precision import computing, keeping, put
-from ingot.scalars import number
+from ingot.scalars import is_any, is_known
 
 KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 """The keys of a parameter's state, named as torch's AdamW names them."""
@@ -79,11 +78,10 @@ def _can_be_fused(params: list[Tensor]) -> bool | None:
 def _finite(gradients: list[Tensor], states: list[State]) -> tuple[list[Tensor], list[int]]:
     """Gradients with zeros in place of those that are not finite, and where these are, as far as is known."""
     norms = torch._foreach_norm(gradients)
-    known = all(norm.device.type == "cpu" for norm in norms)  # elsewhere it is not worth waiting for
-    if known and math.isfinite(sum(float(number(norm)) for norm in norms)):
+    if all(norm.device == norms[0].device for norm in norms) and is_known(torch.stack(norms).isfinite()):
         return gradients, []
     finite = [norm.isfinite() for norm in norms]
     for state, flag in zip(states, finite, strict=True):
         state["dropped"] = state.get("dropped", torch.zeros_like(flag, dtype=torch.float32)) + ~flag
-    bad = [index for index, flag in enumerate(finite) if not number(flag)] if known else []
+    bad = [index for index, flag in enumerate(finite) if is_any(~flag)]
     return [torch.where(flag, g, 0) for flag, g in zip(finite, gradients, strict=True)], bad

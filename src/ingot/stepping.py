@@ -49,39 +49,27 @@ class Part(NamedTuple):
     p: nn.Parameter
     state: dict[str, Any]
     group: Group
-    natural: Tensor
 
-    def new_momentum(self) -> Tensor:
-        """The momentum with the natural gradient added, and the weight decay where the paper adds it.
+    def begin(self) -> None:
+        """Make sure that there is a momentum, if there is to be one."""
+        for key in adamw_steps.KEYS & self.state.keys():  # which AdamW trained for a while
+            del self.state[key]
+        if self.group["momentum"] and "momentum_buffer" not in self.state:
+            self.state["momentum_buffer"] = torch.zeros_like(self.p, dtype=keeping(self.p.dtype))
 
-        It takes the place of the natural gradient. The old one stays until the new one is trusted.
-        """
-        p, state, group, natural = self
-        for key in adamw_steps.KEYS & state.keys():  # which AdamW trained for a while
-            del state[key]
+    def decayed(self, natural: Tensor) -> Tensor:
+        """The natural gradient with the weight decay where the paper adds it."""
+        group = self.group
         if group["weight_decay"] and not group["decoupled_weight_decay"]:
-            natural.add_(p, alpha=group["weight_decay"])
-        if not group["momentum"]:
-            return natural
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p, dtype=keeping(p.dtype))
-        return natural.add_(state["momentum_buffer"], alpha=group["momentum"])
+            natural.add_(self.p, alpha=group["weight_decay"])
+        return natural
 
-    def without_gradient(self, momentum: Tensor, trusted: Flag) -> Tensor:
-        """The new momentum if it is trusted, otherwise what it would be after a gradient of zero."""
-        zero = self._replace(natural=torch.zeros_like(momentum)).new_momentum()
-        return torch.where(trusted, momentum, zero) if isinstance(trusted, Tensor) else zero
-
-    def kept_momentum(self, momentum: Tensor) -> Tensor:
-        """Put a new momentum in the place of the old one."""
+    def momentum(self, natural: Tensor) -> Tensor:
+        """The momentum after this natural gradient; with no momentum, the gradient itself."""
+        natural = self.decayed(natural)
         if not self.group["momentum"]:
-            return momentum
-        old = self.state["momentum_buffer"]
-        alike = momentum.dtype == old.dtype and momentum.stride() == old.stride()
-        if alike and momentum.untyped_storage().nbytes() == momentum.nbytes:
-            self.state["momentum_buffer"] = momentum  # no need to write it once more
-            return momentum
-        return old.copy_(momentum)
+            return natural
+        return accumulate(self.state["momentum_buffer"], natural, self.group["momentum"])
 
 
 class SteppingOptimizer(CollectingOptimizer):
@@ -89,37 +77,46 @@ class SteppingOptimizer(CollectingOptimizer):
 
     def _step_layer(self, layer: Layer) -> None:
         state, group = self.state[layer.weight], self._group(layer.weight)
-        natural = self._natural_gradient(layer, group)
-        if layer.pending is not None:
-            self._note_gain(layer, natural)
         parts = [
-            Part(p, self.state[p], group if p is layer.weight else self._group(p), n)
-            for p, n in zip(layer.parameters, natural, strict=True)
+            Part(p, self.state[p], group if p is layer.weight else self._group(p))
+            for p in layer.parameters
             if p.grad is not None
         ]
-        momenta = [part.new_momentum() for part in parts]
+        for part in parts:
+            part.begin()
+        trusted = self._trusted(layer, group)
+        momenta = self._momenta(layer, group, parts, trusted)
         size = root_mean_square(momenta)
-        trusted = self._trusted(layer, group, size)
-        if trusted is not True:
-            momenta = [part.without_gradient(m, trusted) for part, m in zip(parts, momenta, strict=True)]
-            size = root_mean_square(momenta)
+        momenta, size = self._without_overflow(layer, momenta, size)
         lengths = self._lengths(layer, parts, size) if group["normalize_step"] else None
         for index, (part, momentum) in enumerate(zip(parts, momenta, strict=True)):
             lr = number(part.group["lr"])
             decay = lr * part.group["weight_decay"] if part.group["decoupled_weight_decay"] else 0.0
             length = lr if lengths is None else lengths[index]
-            self._descend(part.p, part.kept_momentum(momentum), length, decay, state["steps"])
+            self._descend(part.p, momentum, length, decay, state["steps"])
         state["steps"] += 1
+
+    def _momenta(self, layer: Layer, group: Group, parts: list[Part], trusted: Flag) -> list[Tensor]:
+        """The momenta of weight and bias after their natural gradients."""
+        gradients = {p: self._gradient(p, trusted) for p in layer.parameters}
+        kept = self._kept(layer, group)
+        if kept.scales is not None and layer.pending is None and len(parts) == len(layer.parameters):
+            momenta = _scaled_momenta(layer, parts, list(gradients.values()), kept.scales)
+            if momenta is not None:
+                return momenta
+        natural = dict(zip(layer.parameters, self._natural_gradient(layer, kept, gradients), strict=True))
+        if layer.pending is not None:
+            self._note_gain(layer, list(natural.values()))
+        return [part.momentum(natural[part.p]) for part in parts]
 
     # --- Natural gradients ------------------------------------------------------------------------------
 
-    def _natural_gradient(self, layer: Layer, group: Group) -> list[Tensor]:
+    def _natural_gradient(self, layer: Layer, kept: Kept, gradients: dict[Any, Tensor]) -> list[Tensor]:
         """C Cᵀ ∇W K Kᵀ of the weight and of its bias."""
-        kept = self._kept(layer, group)
         weight, bias = layer.weight, layer.bias
         (k, c), adapter, dtype = kept.products, layer.adapter, kept.products[0].entries.dtype
-        gradient = _as(adapter.weight_matrix(layer.module, self._gradient(weight, group)), dtype)
-        last = None if bias is None else _as(self._gradient(bias, self._group(bias)), dtype)
+        gradient = _as(adapter.weight_matrix(layer.module, gradients[weight]), dtype)
+        last = None if bias is None else _as(gradients[bias], dtype)
         if kept.scales is not None:
             rows, columns, of_bias = kept.scales
             natural = torch.mul(gradient, rows).mul_(columns)
@@ -127,13 +124,9 @@ class SteppingOptimizer(CollectingOptimizer):
         elif last is None:
             natural, beside = k.apply_right(c.apply(gradient, torch.empty_like(gradient))), None
         else:
-            d_i, both = gradient.shape[-1], _empty_beside(gradient)
-            last = last.view(*gradient.shape[:-1], 1)
-            for part, out in ((gradient, both.narrow(-1, 0, d_i)), (last, both.narrow(-1, d_i, 1))):
-                result = c.apply(part, out)
-                if result is not out:
-                    out.copy_(result)
-            both = k.apply_right(both)
+            d_i, last = gradient.shape[-1], last.view(*gradient.shape[:-1], 1)
+            left = [c.apply(part, torch.empty_like(part)) for part in (gradient, last)]
+            both = k.apply_right(_beside(*left))
             natural, beside = both.narrow(-1, 0, d_i), both.narrow(-1, d_i, 1)
         natural = adapter.matrix_weight(layer.module, natural, weight)
         return [natural] if bias is None or beside is None else [natural, beside.reshape(bias.shape)]
@@ -155,10 +148,11 @@ class SteppingOptimizer(CollectingOptimizer):
         layer.kept = kept if any(square.numel for square in squares) else None
         return kept
 
-    def _gradient(self, p: nn.Parameter, group: Group) -> Tensor:
-        if p.grad is None:
+    def _gradient(self, p: nn.Parameter, trusted: Flag) -> Tensor:
+        if p.grad is None or trusted is False:
             return torch.zeros_like(p)
-        return -p.grad if group["maximize"] else p.grad
+        gradient = p.grad if trusted is True else torch.where(torch.as_tensor(trusted), p.grad, 0)
+        return -gradient if self._group(p)["maximize"] else gradient
 
     def _note_gain(self, layer: Layer, natural: list[Tensor]) -> None:
         """Keep how much longer the natural gradient is than the plain one, for the diagnostics."""
@@ -166,21 +160,40 @@ class SteppingOptimizer(CollectingOptimizer):
         gain, state = root_mean_square(natural) / stability.at_least_tiny(plain), self.state[layer.weight]
         _note(state, "gain", where(is_finite(gain), gain, number(state["gain"])))
 
-    # --- Weights ----------------------------------------------------------------------------------------
+    # --- What must not get in ---------------------------------------------------------------------------
 
-    def _trusted(self, layer: Layer, group: Group, size: Number) -> Flag:
-        """Whether a layer's new momentum is finite and not out of all proportion."""
+    def _trusted(self, layer: Layer, group: Group) -> Flag:
+        """Whether a layer's gradient is finite and not out of all proportion."""
         state = self.state[layer.weight]
+        size = root_mean_square([p.grad for p in layer.parameters if p.grad is not None])
         trusted = is_finite(size)
         if group["normalize_step"]:
             usual = number(state["size"])
             trusted = stability.is_usual(size, usual, state["steps"])
             _note(state, "size", stability.usual_size(usual, size, trusted))
+        self._count_dropped(layer, trusted)
+        return trusted
+
+    def _without_overflow(
+        self, layer: Layer, momenta: list[Tensor], size: Number
+    ) -> tuple[list[Tensor], Number]:
+        """Momenta that are finite: if they grew beyond all numbers, they start anew."""
+        finite = is_finite(size)
+        if finite is True:
+            return momenta, size
+        self._count_dropped(layer, finite)
+        for momentum in momenta:
+            momentum.masked_fill_(torch.as_tensor(no(finite), device=momentum.device), 0.0)
+        return momenta, where(finite, size, 0.0)
+
+    def _count_dropped(self, layer: Layer, trusted: Flag) -> None:
         if trusted is not True:
+            state = self.state[layer.weight]
             state["dropped"] = state["dropped"] + no(trusted)
             if trusted is False:
                 self._reporter.note("gradient", layer.name)
-        return trusted
+
+    # --- Weights ----------------------------------------------------------------------------------------
 
     def _lengths(self, layer: Layer, parts: list[Part], size: Number) -> list[Number]:
         """What momenta of this size are multiplied with."""
@@ -248,12 +261,52 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def _empty_beside(matrix: Tensor) -> Tensor:
-    """Memory for a matrix and one column more, stored by columns where the matrix is."""
-    *lead, rows, columns = matrix.shape
+def _beside(matrix: Tensor, column: Tensor) -> Tensor:
+    """A matrix and one column more, stored by columns where the matrix is."""
     if matrix.stride(-1) != 1 and matrix.mT.is_contiguous():
-        return matrix.new_empty(*lead, columns + 1, rows).mT
-    return matrix.new_empty(*lead, rows, columns + 1)
+        return torch.cat((matrix.mT, column.mT), dim=-2).mT
+    return torch.cat((matrix, column), dim=-1)
+
+
+CHUNK = 1 << 16
+"""On a CPU so many numbers go through several operations at a time, so that they stay in its cache."""
+
+
+def accumulate(momentum: Tensor, update: Tensor, rate: float) -> Tensor:
+    """The momentum α₂ m + update, in place and rounded once."""
+    if momentum.dtype == update.dtype:
+        return torch.add(update, momentum, alpha=rate, out=momentum)
+    return momentum.copy_(torch.add(update, momentum, alpha=rate))
+
+
+def _scaled_momenta(
+    layer: Layer, parts: list[Part], gradients: list[Tensor], scales: Scales
+) -> list[Tensor] | None:
+    """The momenta for diagonal factors, row by row; None if a row of the matrix is none of the momentum."""
+    weight, dtype = parts[0], scales.rows.dtype
+    if not weight.group["momentum"] or weight.p.dtype != dtype:
+        return None
+    stored = [gradients[0], weight.state["momentum_buffer"], weight.p]
+    if any(not tensor.is_contiguous() for tensor in stored):
+        return None
+    g, m, w = (layer.adapter.weight_matrix(layer.module, tensor) for tensor in stored)
+    if m.data_ptr() != stored[1].data_ptr() or m.numel() != stored[1].numel() or m.ndim != 2:
+        return None
+    rows, columns = scales.rows, scales.columns
+    if layer.adapter.transposed:
+        g, m, w, rows, columns = g.mT, m.mT, w.mT, columns.mT, rows.mT
+    size = max(1, CHUNK // g.shape[1]) if g.device.type == "cpu" else len(g)
+    decay = 0.0 if weight.group["decoupled_weight_decay"] else weight.group["weight_decay"]
+    chunks = zip(*(tensor.split(size) for tensor in (g, m, w, rows)), strict=True)
+    for g_rows, m_rows, w_rows, factors in chunks:
+        natural = torch.mul(g_rows, factors).mul_(columns)
+        if decay:
+            natural.add_(w_rows, alpha=decay)
+        accumulate(m_rows, natural, weight.group["momentum"])
+    momenta = [weight.state["momentum_buffer"]]
+    if len(parts) > 1 and scales.bias is not None:
+        momenta.append(parts[1].momentum(gradients[1] * scales.bias.view(gradients[1].shape)))
+    return momenta
 
 
 def _fused_descent(weight: Tensor, momentum: Tensor, length: float, decay: float) -> None:

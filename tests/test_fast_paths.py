@@ -1,0 +1,360 @@
+"""Every short cut leads where the long way leads: the same training with and without it."""
+
+import copy
+from contextlib import ExitStack, nullcontext
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ingot
+from ingot import optimizer as optimizer_module
+from ingot import scalars, statistics, stepping
+from ingot.structures import BlockDiagonal, Dense, Diagonal, registered
+
+OPTIMIZERS = [ingot.SINGD, ingot.INGD, ingot.IKFAC, ingot.KFAC]
+STRUCTURES = sorted(set(registered()) - {"upper", "lower"})
+KINDS = [
+    *((ingot.SINGD, s) for s in STRUCTURES),
+    *((ingot.IKFAC, s) for s in ("dense", "diagonal", "hierarchical")),
+    *((ingot.KFAC, s) for s in ("dense", "diagonal", "block_diagonal")),
+    (ingot.SINGD, ("diagonal", "dense")),
+    (ingot.SINGD, ("block_diagonal(4)", "diagonal")),
+]
+
+
+class Attention(nn.Module):
+    """Three projections of the same inputs, and two layers of the same shape behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out, self.last = (nn.Linear(12, 12) for _ in range(5))
+
+    def forward(self, x):
+        mixed = scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
+        return self.last(self.out(mixed).tanh())
+
+
+def network() -> nn.Module:
+    """Layers with and without bias, convolutions with groups and strides, a transposed weight, norms."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 6, 3, groups=3, stride=2, bias=False),
+        nn.ConvTranspose2d(6, 4, 3, stride=2),
+        nn.Flatten(),
+        nn.Linear(4 * 7 * 7, 12),
+        nn.Unflatten(1, (1, 12)),
+        Attention(),
+        nn.Flatten(),
+        nn.Linear(12, 12, bias=False),
+        nn.Linear(12, 5),
+    ).double()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        images = torch.randn(6, 2, 8, 8, generator=generator, dtype=torch.float64)
+        labels = torch.randint(5, (6,), generator=generator)
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def trained(kind, **settings) -> list[torch.Tensor]:
+    make, structure = kind
+    model = network()
+    settings = {"lr": 0.01, "precond_every": 2, "precond_warmup": 2} | settings
+    return train(model, make(model, structure=structure, **settings))
+
+
+def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+def on_a_device():
+    """Pretend that no number is at hand, as on a GPU."""
+    return patch.object(scalars, "_at_hand", lambda tensor: False)
+
+
+# --- Numbers, which nobody waits for ----------------------------------------------------------------------
+
+
+class Waits(TorchDispatchMode):
+    """Counts the times that a program waits for a number.
+
+    AdamW's counts of steps do not count: torch keeps them on the CPU, wherever the parameters are.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        super().__init__()
+        states = optimizer.state.values() if optimizer is not None else ()
+        self.known = {state["step"].data_ptr() for state in states if "step" in state}
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default:
+            self.count += args[0].data_ptr() not in self.known
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("paper", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_step_waits_for_nothing(kind, paper):
+    make, structure = kind
+    model = network()
+    settings = ingot.PAPER if paper else {"precond_warmup": 0}
+    optimizer = make(model, structure=structure, precond_every=2, **settings)
+    train(model, optimizer, 1)
+    for is_elsewhere in (False, True, True):  # a plain step, and one with an update; both kinds elsewhere
+        optimizer.zero_grad()
+        mse_loss(model(torch.randn(6, 2, 8, 8, dtype=torch.float64)), torch.zeros(6, 5).double()).backward()
+        with Waits(optimizer) as waits:
+            if is_elsewhere:
+                with on_a_device():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert waits.count == 0
+
+
+def test_waiting_is_seen():
+    with Waits() as waits:
+        torch.ones(3).sum().item()
+    assert waits.count == 1
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, ingot.PAPER, {"momentum": 0.0}], ids=["default", "paper", "no momentum"]
+)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_numbers_elsewhere_give_the_same_steps(kind, settings):
+    at_hand = trained(kind, **settings)
+    with on_a_device():
+        assert_same(trained(kind, **settings), at_hand)
+
+
+# --- Products that are kept -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_kept_products_give_the_same_steps(kind):
+    assert_same(trained(kind), trained(kind, cache_products=False))
+
+
+def test_products_are_made_anew_when_factors_change():
+    model = nn.Sequential(nn.Linear(6, 5))
+    optimizer = ingot.SINGD(model, structure="dense", precond_every=3, precond_warmup=0)
+    layer = optimizer._layers[model[0].weight]
+
+    def step() -> object:
+        optimizer.zero_grad()
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        return layer.kept
+
+    kept = [step() for _ in range(7)]
+    assert [kept[n] is kept[n - 1] for n in range(1, 7)] == [True, True, False, True, True, False]
+
+    optimizer.state[model[0].weight]["K"].mul_(2)  # by hand
+    changed = step()
+    assert changed is not kept[-1]
+    torch.testing.assert_close(changed.products[0].entries, 4 * kept[-1].products[0].entries)
+
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert step() is not changed
+
+
+def test_products_are_in_no_checkpoint():
+    model = nn.Linear(6, 5)
+    sizes = []
+    for keep in (True, False):
+        optimizer = ingot.SINGD(model, structure="dense", cache_products=keep)
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        assert (optimizer._layers[model.weight].kept is not None) == keep
+        state = optimizer.state_dict()["state"].values()
+        sizes.append(sum(v.numel() for values in state for v in values.values() if torch.is_tensor(v)))
+    assert sizes[0] == sizes[1]
+
+
+def test_products_that_take_longer_than_they_save_are_not_kept():
+    k, c = Dense(300), Dense(10)
+    rule = ingot.SINGD.rule
+    assert [square.numel for square in rule.squares((k, c), kept_for=10)] == [0, 100]
+    assert [square.numel for square in rule.squares((k, c), kept_for=40)] == [90000, 100]
+    assert [square.numel for square in rule.squares((k, c), kept_for=0)] == [0, 0]
+    assert [square.numel for square in ingot.KFAC.rule.squares((k, c), kept_for=40)] == [0, 0]
+
+
+# --- Statistics -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "block_diagonal(4)", "block_diagonal(5)"])
+def test_gram_matrices_first_or_last(structure, approx):
+    kind = ingot.SINGD, structure
+    ways = []
+    for way in (lambda self, n: True, lambda self, n: False):
+        with ExitStack() as patches:
+            for cls in (Dense, BlockDiagonal, Diagonal):
+                patches.enter_context(patch.object(cls, "gram_first", way))
+            ways.append(trained(kind, approx=approx))
+    assert_same(*ways)
+
+
+@pytest.mark.parametrize("structure", ["dense", "hierarchical(2,3)", "triu_toeplitz"])
+def test_inputs_in_parts(structure):
+    whole = trained((ingot.SINGD, structure))
+    with patch.object(statistics, "CHUNK", 2000):
+        assert_same(trained((ingot.SINGD, structure)), whole)
+
+
+def test_parts_are_as_small_as_they_should_be():
+    seen = []
+    inputs = ingot.layers.convolution.ConvolutionAdapter.inputs
+
+    def watched(self, module, x, g):
+        seen.append(len(x))
+        return inputs(self, module, x, g)
+
+    with (
+        patch.object(statistics, "CHUNK", 2 * 2 * 64 * 9),  # two samples of the first layer, unfolded
+        patch.object(ingot.layers.convolution.ConvolutionAdapter, "inputs", watched),
+    ):
+        trained((ingot.SINGD, "dense"), precond_every=100, precond_warmup=0)
+    assert seen[-3:] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "dense", "block_diagonal(4)"])
+def test_layers_beside_each_other_share_their_inputs_gram_matrix(structure):
+    model = Attention().double()
+    optimizer = ingot.SINGD(model, structure=structure)
+    x = torch.randn(3, 40, 12, dtype=torch.float64)
+    counted = []
+    cls = type(optimizer._layers[model.q.weight].structures[0])
+    gram_beside = cls.gram_beside
+
+    def watched(self, x, constant):
+        counted.append(constant)
+        return gram_beside(self, x, constant)
+
+    with patch.object(cls, "gram_beside", watched):
+        model(x).square().sum().backward()
+    # Five layers have five sides of gradients, and three different inputs.
+    assert (counted.count(None), counted.count(1.0)) == (5, 3)
+    assert optimizer._now.grams._last is not None
+    optimizer.step()
+    assert optimizer._now.grams._last is None  # the inputs are let go
+
+
+def test_inputs_that_change_in_place_are_not_taken_for_the_same():
+    grams, x = statistics.Grams(), torch.randn(4, 30)
+    before = grams.of(Dense(4), x, None)
+    assert grams.of(Dense(4), x, None) is before
+    x.mul_(2)
+    torch.testing.assert_close(grams.of(Dense(4), x, None), 4 * before)
+    assert grams.of(Dense(5), x, 1.0).numel() == 25
+    assert grams.of(Diagonal(4), x, None).numel() == 4
+
+
+# --- Batches of layers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_layers_updated_together_or_one_by_one(kind):
+    together = trained(kind)
+    with patch.object(optimizer_module, "LARGE", -1):
+        assert_same(trained(kind), together)
+
+
+def test_layers_of_one_kind_are_updated_at_once():
+    model = network()
+    optimizer = ingot.SINGD(model, structure="diagonal")
+    batches = []
+    update = type(optimizer.rule).update
+
+    def watched(self, structures, state, *rest):
+        batches.append(tuple(state["K"].shape))
+        return update(self, structures, state, *rest)
+
+    with patch.object(type(optimizer.rule), "update", watched):
+        train(model, optimizer, 1)
+    assert (5, 13) in batches  # the five of the attention, with bias
+    assert sum(shape[0] if len(shape) > 1 and shape[1:] != (18,) else 1 for shape in batches) == 11
+    for layer in optimizer._layers.values():  # and nobody keeps the whole batch alive
+        for value in optimizer.state[layer.weight].values():
+            if torch.is_tensor(value):
+                assert value.untyped_storage().nbytes() == value.nbytes
+
+
+def test_a_bad_batch_of_one_layer_does_not_touch_the_others():
+    model = Attention().double()
+    optimizer = ingot.SINGD(model, structure="diagonal", precond_every=1)
+    for step in range(2):
+        optimizer.zero_grad()
+        mixed = model(torch.randn(3, 4, 12, dtype=torch.float64))
+        if step:
+            before = {p: optimizer.state[p]["K"].clone() for p in (model.out.weight, model.last.weight)}
+            model.last.weight.register_hook(lambda g: g)
+            mixed.register_hook(lambda g: g * torch.nan)
+        mixed.square().sum().backward()
+        if step:
+            for layer in (model.q, model.k, model.v, model.out):
+                optimizer._layers[layer.weight].pending = None
+        with pytest.warns(ingot.HealthWarning) if step else nullcontext():
+            optimizer.step()
+    assert torch.equal(optimizer.state[model.last.weight]["K"], before[model.last.weight])
+    assert optimizer.state[model.last.weight]["skipped"].item() == 1
+    assert optimizer.state[model.out.weight]["skipped"].item() == 0
+
+
+# --- Weights ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, ingot.PAPER, {"momentum": 0.0}, {"maximize": True}], ids=str)
+def test_diagonal_factors_row_by_row(settings):
+    kind = ingot.SINGD, "diagonal"
+    by_rows = trained(kind, **settings)
+    with patch.object(stepping, "_scaled_momenta", lambda *_: None):
+        assert_same(trained(kind, **settings), by_rows)
+    with patch.object(stepping, "CHUNK", 30):
+        assert_same(trained(kind, **settings), by_rows)
+
+
+def test_most_layers_go_row_by_row():
+    model, taken = network(), []
+    scaled = stepping._scaled_momenta
+
+    def watched(layer, *rest):
+        momenta = scaled(layer, *rest)
+        taken.append(momenta is not None)
+        return momenta
+
+    optimizer = ingot.SINGD(model, structure="diagonal", precond_warmup=0)
+    train(model, optimizer, 1)
+    with patch.object(stepping, "_scaled_momenta", watched):
+        train(model, optimizer, 1)
+    assert len(taken) == len(optimizer._layers)
+    assert taken.count(False) == 2  # groups, and a transposed convolution
+
+
+def test_a_natural_gradient_that_overflows_starts_the_momentum_anew():
+    model = nn.Linear(3, 2)
+    optimizer = ingot.SINGD(model, structure="diagonal", precond_every=100, precond_warmup=0)
+    for factor in (1.0, 1e25):
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).sum().backward()
+        with nullcontext() if factor == 1 else pytest.warns(ingot.HealthWarning):
+            optimizer.state[model.weight].get("K", torch.ones(1)).mul_(factor)
+            optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not optimizer.state[model.weight]["momentum_buffer"].any()
+    assert optimizer.state[model.weight]["dropped"].item() == 1
