@@ -104,13 +104,18 @@ def check_adamw(settings: Any, defaults: Group) -> Group:
     return dict(settings)
 
 
-def structure_pair(structure: Any) -> tuple[Factory, Factory]:
-    """Factories for K and C from one structure for both or a pair."""
-    if isinstance(structure, tuple | list):
-        if len(structure) != 2:
-            raise ValueError(f"structure is one for both factors or a pair for K and C, got {structure!r}")
-        return resolve(structure[0]), resolve(structure[1])
-    return resolve(structure), resolve(structure)
+AUTO = "auto"
+"""In the place of a structure: the best one that fits into the memory budget."""
+
+
+def structure_pair(structure: Any) -> tuple[Factory | None, Factory | None]:
+    """Factories for K and C from one structure for both or a pair; None where it is left to choose."""
+    if not isinstance(structure, tuple | list):
+        structure = structure, structure
+    if len(structure) != 2:
+        raise ValueError(f"structure is one for both factors or a pair for K and C, got {structure!r}")
+    k, c = (None if isinstance(s, str) and s == AUTO else resolve(s) for s in structure)
+    return k, c
 
 
 def _number(low: float, high: float = float("inf"), *, open_high: bool = False) -> Callable[[Any], bool]:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ingot import adamw as adamw_steps
-from ingot import checkpoints, health, rules, stability
+from ingot import budget, checkpoints, health, rules, stability
+from ingot.budget import BudgetLike, Choice
 from ingot.checkpoints import SIZES
 from ingot.collecting import CollectingOptimizer
 from ingot.description import Description, describe
-from ingot.groups import Group, Params, check_adamw, separate_adamw, structure_pair, trained_groups
+from ingot.groups import AUTO, Group, Params, check_adamw, separate_adamw, structure_pair, trained_groups
 from ingot.model import Layer, find_layers, is_compiled, named_parameters, unwrapped
 from ingot.model_optimizer import preconditionable
 from ingot.precision import computing, keeping, put, without_autocast
@@ -55,7 +56,11 @@ class NaturalGradient(CollectingOptimizer):
         lr: Learning rate, on AdamW's scale unless ``normalize_step`` is off (β₂ in the paper).
         structure: Structure of the factors: text such as ``"diagonal"`` or ``"hierarchical(15,15)"``, a
             function of the dimension such as ``ingot.structures.Diagonal``, or a pair of these for K (on the
-            inputs) and C (on the outputs).
+            inputs) and C (on the outputs). ``"auto"``, for both or one of them, chooses the best for each layer
+            within ``memory_budget``; what was chosen stays as long as the optimizer is used.
+        memory_budget: What the whole state may take where structures are ``"auto"``, which this alone also
+            means: ``"1.0x adamw"`` (the default then), ``"0.6x sgd"``, ``"500MB"``, a whole number of bytes,
+            or a share of AdamW's state such as 0.8.
         approx: How shared weights enter the factors: ``"expand"`` or ``"reduce"``.
         loss_average: What the loss is a mean of: ``"batch"``; ``"token"`` for batch and shared positions;
             ``None`` for a sum.
@@ -91,6 +96,7 @@ class NaturalGradient(CollectingOptimizer):
         lr: float | Tensor = 1e-3,
         *,
         structure: StructureLike | tuple[StructureLike, StructureLike] | None = None,
+        memory_budget: BudgetLike | None = None,
         approx: str = "expand",
         loss_average: str | None = "batch",
         momentum: float = 0.9,
@@ -114,10 +120,9 @@ class NaturalGradient(CollectingOptimizer):
     ) -> None:
         # Every keyword but adamw is the default of a group's setting of the same name.
         defaults = {k: v for k, v in locals().items() if k not in _NOT_SETTINGS}
-        defaults |= {
-            "structure": self.default_structure if structure is None else structure,
-            "precondition": True,
-        }
+        if structure is None:
+            structure = self.default_structure if memory_budget is None else AUTO
+        defaults |= {"structure": structure, "precondition": True}
         defaults["eps"] = 1e-8  # no betas: torch's schedulers would drive those of AdamW instead of momentum
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -134,21 +139,36 @@ class NaturalGradient(CollectingOptimizer):
         found = find_layers(inner, preconditionable(groups))
         preconditioned = {p for layer in found.values() for p in layer.parameters}
         self._adamw = adamw
+        self._choice = Choice(budget.DEFAULT if memory_budget is None else budget.read(memory_budget))
         super().__init__(separate_adamw(groups, preconditioned, adamw), defaults)
+        if memory_budget is not None and not any(
+            None in structure_pair(g["structure"]) for g in self.param_groups
+        ):
+            raise ValueError(
+                "memory_budget is for structure='auto', which chooses what fits: leave one of them out"
+            )
         self._renew(found)
         self._now.has_all_groups = True
 
+    def _choose(self, layers: Mapping[nn.Parameter, Layer]) -> None:
+        self._choice.extend(self, layers)
+
     def _bind(self, layer: Layer) -> Pair:
         """The structures of a layer's factors, for its dimensions."""
-        return self._structures(layer, self._group(layer.weight))
+        return self._structures(layer, self._group(layer.weight), self._choice.of(layer))
 
-    def _structures(self, layer: Layer, group: Group) -> Pair:
-        _, d_o, d_i = layer.shape
+    def _factories(self, layer: Layer, group: Group) -> tuple[Factory | None, Factory | None]:
+        """What makes the structures of a layer; None where they are chosen."""
         of_k, of_c = structure_pair(group["structure"])
         if layer.adapter.input_structure is not None:
             of_k = resolve(layer.adapter.input_structure)
+        return of_k, of_c
+
+    def _structures(self, layer: Layer, group: Group, chosen: Pair) -> Pair:
+        _, d_o, d_i = layer.shape
+        of_k, of_c = self._factories(layer, group)
         try:
-            pair = bind(of_k, d_i), bind(of_c, d_o)
+            pair = bind(of_k or (lambda _: chosen[0]), d_i), bind(of_c or (lambda _: chosen[1]), d_o)
             self.rule.check(pair, group["precond_momentum"])
         except ValueError as error:
             raise ValueError(f"layer {layer.name!r}: {error}") from None
@@ -444,7 +464,7 @@ def _is_known(flag: Tensor) -> bool:
     return flag.device.type == "cpu" and bool(flag.any())
 
 
-_NOT_SETTINGS = ("self", "model", "params", "adamw", "fisher", "__class__")
+_NOT_SETTINGS = ("self", "model", "params", "memory_budget", "adamw", "fisher", "__class__")
 
 
 class SINGD(NaturalGradient):

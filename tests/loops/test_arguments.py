@@ -161,6 +161,12 @@ OTHER: dict[str, list[tuple[Any, Any, str]]] = {
         (5, TypeError, "a structure is text such as .* got 5"),
         (lambda dim: Diagonal(dim + 1), ValueError, "layer 'embedding'.* was asked for dimension"),
     ],
+    "memory_budget": [
+        ("1.0x adam", ValueError, "memory_budget must be text such as '1.0x adamw'.*got '1.0x adam'"),
+        (-1, ValueError, "memory_budget must be .*got -1"),
+        (True, ValueError, "memory_budget must be .*got True"),
+        (1, ValueError, "the smallest state takes .* a share is written 1.0"),
+    ],
     "adamw": [
         ({"betas": (0.9, 1.0)}, ValueError, "betas must be a pair"),
         (5, WRONG, "adamw must be .*got 5"),
