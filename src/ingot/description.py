@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,15 +40,10 @@ class Description:
             (r.name, "x".join(map(str, r.shape)) or "1", r.trained_by, r.k, r.c, readable(r.state_bytes))
             for r in self.rows
         ]
-        widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-        text = [
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
-            for line in (head, tuple("-" * w for w in widths), *lines)
-        ]
         state, adamw = sum(r.state_bytes for r in self.rows), sum(r.adamw_bytes for r in self.rows)
         share = f"{self.preconditioned:.1%} of the trained parameters are preconditioned"
         ratio = f" ({state / adamw:.2f} of AdamW's)" if adamw else ""
-        return "\n".join([*text, "", f"{share}; the state takes {readable(state)}{ratio}"])
+        return "\n".join([text_table(head, lines), "", f"{share}; the state takes {readable(state)}{ratio}"])
 
     __repr__ = __str__
 
@@ -116,6 +111,18 @@ def planned_sizes(optimizer: NaturalGradient, layers: Mapping[nn.Parameter, Laye
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def text_table(head: Sequence[str], lines: Sequence[Sequence[str]], right: Container[str] = ()) -> str:
+    """A table for terminals; the columns named in ``right`` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(w) if name in right else cell.ljust(w)
+            for name, cell, w in zip(head, line, widths, strict=True)
+        ).rstrip()
+        for line in (head, ["-" * w for w in widths], *lines)
+    )
 
 
 def readable(count: int) -> str:

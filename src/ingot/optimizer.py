@@ -56,7 +56,7 @@ class NaturalGradient(CollectingOptimizer):
         lr: Learning rate, on AdamW's scale unless ``normalize_step`` is off (β₂ in the paper).
         structure: Structure of the factors: text such as ``"diagonal"`` or ``"hierarchical(15,15)"``, a
             function of the dimension such as ``ingot.structures.Diagonal``, or a pair of these for K (on the
-            inputs) and C (on the outputs). ``"auto"``, for both or one of them, chooses the best for each layer
+            inputs) and C (on the outputs). ``"auto"``, for both or one of them, chooses the best for a layer
             within ``memory_budget``; what was chosen stays as long as the optimizer is used.
         memory_budget: What the whole state may take where structures are ``"auto"``, which this alone also
             means: ``"1.0x adamw"`` (the default then), ``"0.6x sgd"``, ``"500MB"``, a whole number of bytes,

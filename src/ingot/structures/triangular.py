@@ -59,6 +59,13 @@ class _Triangular(Structure):
     def self_gram(self, a: Tensor) -> Tensor:
         return self.gram(self._matrix(a).mT)
 
+    def flops(self, columns: int) -> int:
+        return 2 * self.dim**2 * columns
+
+    @property
+    def product_flops(self) -> int:
+        return self.flops(self.dim)
+
 
 class LowerTriangular(_Triangular):
     """Zeros above the diagonal."""
