@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from ingot.description import planned_sizes, readable
+from ingot.description import cached_bytes, planned_sizes, readable
 from ingot.model import Layer
 from ingot.rules import Pair
 from ingot.structures import BlockDiagonal, Dense, Diagonal, Structure
@@ -140,6 +140,9 @@ def recognised(dim: int, numel: int) -> Structure:
 # --- The layers of a model ------------------------------------------------------------------------------
 
 
+_Key: TypeAlias = tuple[str, int, int]  # a layer by its name, d_i and d_o
+
+
 @dataclass
 class Choice:
     """What an optimizer has chosen so far, and within which budget.
@@ -148,12 +151,17 @@ class Choice:
     """
 
     budget: Budget
-    _chosen: dict[tuple[str, int, int], Pair] = field(default_factory=dict)  # by name, d_i and d_o
+    _chosen: dict[_Key, Pair] = field(default_factory=dict)
+    _with_products: dict[_Key, bool] = field(default_factory=dict)
 
     def of(self, layer: Layer) -> Pair:
         """A layer's structures, for the sides that are left to choose; diagonal before they are chosen."""
         _, d_o, d_i = layer.shape
-        return self._chosen.get((layer.name, d_i, d_o), (Diagonal(d_i), Diagonal(d_o)))
+        return self._chosen.get(_key(layer), (Diagonal(d_i), Diagonal(d_o)))
+
+    def keeps_products(self, layer: Layer) -> bool:
+        """Whether K Kᵀ and C Cᵀ may be kept between updates: always, or if the budget has room for them."""
+        return self._with_products.get(_key(layer), True)
 
     def extend(self, optimizer: NaturalGradient, layers: Mapping[nn.Parameter, Layer]) -> None:
         """Choose for those of all layers that nothing was chosen for yet; raises if not even diagonals fit.
@@ -162,23 +170,37 @@ class Choice:
         frozen, so that it is within the budget as well once it is trained.
         """
         open_sides = {weight: _open_sides(optimizer, layer) for weight, layer in layers.items()}
-        new = [w for w, layer in layers.items() if open_sides[w] and _key(layer) not in self._chosen]
-        if not new:
+        if all(_key(layer) in self._chosen for weight, layer in layers.items() if open_sides[weight]):
             return
+        new = [weight for weight, layer in layers.items() if _key(layer) not in self._chosen]
         for layer in layers.values():
             layer.structures = optimizer._bind(layer)
+            self._with_products.setdefault(_key(layer), False)
         for frozen in (False, True):
             weights = [weight for weight in new if weight.requires_grad is not frozen]
             if not weights:
                 continue
-            room = self._room(optimizer, layers, with_frozen=frozen)
             places = [(weight, index) for weight in weights for index in open_sides[weight]]
             sides = [_side(optimizer, layers[weight], index) for weight, index in places]
+            room = self._room(optimizer, layers, with_frozen=frozen)
             structures = dict(zip(places, choose(sides, room), strict=True))
             for weight in weights:
                 layer = layers[weight]
                 k, c = (structures.get((weight, i), s) for i, s in enumerate(layer.structures))
                 self._chosen[_key(layer)] = layer.structures = k, c
+            room = self._room(optimizer, layers, with_frozen=frozen)
+            self._keep_products(optimizer, [layers[weight] for weight in weights], room)
+
+    def _keep_products(self, optimizer: NaturalGradient, layers: list[Layer], room: int) -> None:
+        """Keep what there is room for, the smallest first; of layers that are alike, for all or none."""
+        alike: dict[tuple[int, Pair], list[Layer]] = {}
+        for layer in layers:
+            self._with_products[_key(layer)] = True  # to see what it takes
+            alike.setdefault((cached_bytes(optimizer, layer), layer.structures), []).append(layer)
+        for (price, _), those in sorted(alike.items(), key=lambda item: item[0][0]):
+            fits = price * len(those) <= room
+            room -= price * len(those) if fits else 0
+            self._with_products |= {_key(layer): fits for layer in those}
 
     def _room(
         self, optimizer: NaturalGradient, layers: Mapping[nn.Parameter, Layer], with_frozen: bool
@@ -186,7 +208,7 @@ class Choice:
         """What the budget leaves beyond the state as the layers' structures are now."""
         planned = planned_sizes(optimizer, layers).items()
         sizes = [size for p, size in planned if p.requires_grad or with_frozen]
-        state, adamw, sgd = (sum(size[i] for size in sizes) for i in range(3))
+        state, adamw, sgd = (sum(getattr(s, name) for s in sizes) for name in ("state", "adamw", "sgd"))
         allowed = self.budget.in_bytes(adamw, sgd)
         if state > allowed and not with_frozen:
             few = self.budget.unit == "bytes" and self.budget.amount < 100
@@ -199,7 +221,7 @@ class Choice:
         return max(0, allowed - state)
 
 
-def _key(layer: Layer) -> tuple[str, int, int]:
+def _key(layer: Layer) -> _Key:
     _, d_o, d_i = layer.shape
     return layer.name, d_i, d_o
 

@@ -17,7 +17,7 @@ from ingot.rules import (
     direction,
     move,
 )
-from ingot.stability import bounded_rate, spectral_norm
+from ingot.stability import bounded_rate
 from ingot.structures import Structure
 
 LARGEST = 8192
@@ -53,7 +53,7 @@ def inverse_free(factor: Factor, structure: Structure, iterations: int = 300) ->
     k = trace.rsqrt() * structure.identity_like(factor.entries)
     for _ in range(iterations):
         m = direction(Factor(structure, k), curvature(Factor(structure, k), root), 1.0, 0.0)
-        k = move(Factor(structure, k), m, bounded_rate(spectral_norm(structure, m), 0.5, 0.5))
+        k = move(Factor(structure, k), m, bounded_rate(structure.norm(m), 0.5, 0.5))
     return k
 
 

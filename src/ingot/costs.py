@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ingot.model import Biases, Claim, Layer, find_layers
+from ingot.model import Claim, Layer, find_layers
 from ingot.rules import Inverting, Pair, Rule
-from ingot.structures import Diagonal
+from ingot.structures import Diagonal, Square, Structure
 
 Example: TypeAlias = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """What a model is called with: its only argument, several, or keywords."""
@@ -41,20 +41,34 @@ class Flops(NamedTuple):
 
 
 def layer_flops(
-    rule: Rule, structures: Pair, shape: tuple[tuple[int, ...], int, int], uses: list[Use]
+    rule: Rule,
+    structures: Pair,
+    squares: tuple[Square | None, Square | None],
+    shape: tuple[tuple[int, ...], int, int],
+    uses: list[Use],
 ) -> Flops:
-    """The operations of a layer with these structures, dimensions and uses in a batch."""
+    """The operations of a layer with these structures, products kept, dimensions and uses in a batch."""
     lead, d_o, d_i = shape
-    matrices = prod(lead)
-    k, c = structures
-    # K and Kᵀ where KFAC has one inverse; KᵀX and its square where it has the square alone; K m and KᵀK where
-    # it inverts.
-    several = 1 if isinstance(rule, Inverting) else 2
-    return Flops(
-        several * matrices * (k.flops(d_o) + c.flops(d_i)),
-        several * matrices * (k.product_flops + c.product_flops),
-        several * sum(use.matrices * (k.flops(use.rows_k) + c.flops(use.rows_c)) for use in uses),
-    )
+    rows = [(use.matrices, use.rows_k) for use in uses], [(use.matrices, use.rows_c) for use in uses]
+    gradient = update = statistics = 0
+    for s, square, columns, seen in zip(structures, squares, (d_o, d_i), rows, strict=True):
+        if isinstance(rule, Inverting):
+            gradient += prod(lead) * s.flops(columns)
+            update += prod(lead) * s.product_flops
+            statistics += sum(matrices * s.flops(n) for matrices, n in seen)
+        else:
+            gradient += prod(lead) * (2 * s.flops(columns) if square is None else 2 * square.numel * columns)
+            # KᵀK and K m, and K Kᵀ where it is kept
+            update += prod(lead) * s.product_flops * (2 if square is None else 3)
+            statistics += sum(matrices * _curvature_flops(s, n) for matrices, n in seen)
+    return Flops(gradient, update, statistics)
+
+
+def _curvature_flops(structure: Structure, rows: int) -> int:
+    """Those of Π̂(Kᵀ X Xᵀ K): KᵀX and its Gram matrix, or the Gram matrix of X between two products."""
+    if structure.gram_first(rows):
+        return structure.flops(rows) + 2 * structure.product_flops
+    return 2 * structure.flops(rows)
 
 
 # --- A model's own passes -------------------------------------------------------------------------------
@@ -79,19 +93,22 @@ def count_passes(
         ghosts[id(tensor)] = _ghost(tensor)
     ghost = copy.deepcopy(model, ghosts)  # in which the tensors are those given
     args, kwargs = _arguments(example)
-    try:
-        with FlopCounterMode(display=False) as counter:
-            losses = [t.sum() for t in _tensors(ghost(*args, **kwargs)) if t.requires_grad]
-            if losses:
-                torch.stack([loss.real.float() for loss in losses]).sum().backward()
-        uses = _count_uses(ghost, layers, ghosts, approx, partial(ghost, *args, **kwargs))
-    except Exception as error:
-        raise ValueError(
-            "the model could not be run on its example without data (torch's device 'meta'): "
-            f"{type(error).__name__}: {error}. Give the arguments of its forward pass, several as a tuple, "
-            "keywords as a dict; or leave the example out, and operations are not compared."
-        ) from error
-    return Passes(counter.get_total_flops(), uses)
+
+    def run() -> Any:
+        try:
+            return ghost(*args, **kwargs)
+        except Exception as error:
+            raise ValueError(
+                "the model could not be run on its example without data (torch's device 'meta'): "
+                f"{type(error).__name__}: {error}. Give the arguments of its forward pass, several as a "
+                "tuple, keywords as a dict; or leave the example out, and operations are not compared."
+            ) from error
+
+    with FlopCounterMode(display=False) as counter:
+        losses = [t.sum() for t in _tensors(run()) if t.requires_grad]
+        if losses:
+            torch.autograd.backward(losses)
+    return Passes(counter.get_total_flops(), _count_uses(ghost, layers, ghosts, approx, run))
 
 
 def _count_uses(
@@ -102,9 +119,8 @@ def _count_uses(
     run: Callable[[], Any],
 ) -> dict[nn.Parameter, list[Use]]:
     """The uses of each layer in a forward pass; an output stands for its gradient, which has its shape."""
-    biases: Biases = {ghosts[id(w)]: layer.bias and ghosts[id(layer.bias)] for w, layer in layers.items()}
-    trained = {*biases, *(bias for bias in biases.values() if bias is not None)}
-    found = find_layers(ghost, trained, biases)
+    biases = {ghosts[id(weight)]: ghosts.get(id(layer.bias)) for weight, layer in layers.items()}
+    found = find_layers(ghost, {p for pair in biases.items() for p in pair if p is not None}, biases)
     uses: dict[nn.Parameter, list[Use]] = {weight: [] for weight in layers}
     taps: dict[nn.Module, dict[str, Callable[..., Tensor]]] = {}
     families = {}

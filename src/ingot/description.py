@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ingot.model import Layer, named_parameters
+from ingot.precision import computing
 
 if TYPE_CHECKING:
     from ingot.optimizer import NaturalGradient
@@ -24,6 +26,7 @@ class Row(NamedTuple):
     k: str  # structures of the factors, where there are any
     c: str
     state_bytes: int
+    cached_bytes: int  # of which products that are kept between updates of the factors
     adamw_bytes: int  # what AdamW's state would take, and that of SGD with momentum
     sgd_bytes: int
 
@@ -79,16 +82,19 @@ def describe(
             k, c = (several + str(structure) for structure in layer.structures)
         elif p in with_weight:
             trained_by = "with its weight"
-        planned, adamw, sgd = (0, 0, 0) if trained_by in ("not here", "frozen") else sizes[p]
+        planned = Sizes(0, 0, 0, 0) if trained_by in ("not here", "frozen") else sizes[p]
+        cached = planned.cached if k else 0
         held = sum(_bytes(value) for value in state.values() if isinstance(value, Tensor))
-        rows.append(Row(name, tuple(p.shape), trained_by, k, c, held or planned, adamw, sgd))
+        total = held + cached if held else planned.state
+        rows.append(Row(name, tuple(p.shape), trained_by, k, c, total, cached, planned.adamw, planned.sgd))
     return Description(rows)
 
 
 class Sizes(NamedTuple):
     """Bytes of the state of a parameter."""
 
-    state: int  # as it is planned
+    state: int  # all that is kept, as it is planned
+    cached: int  # of which products of factors
     adamw: int  # as AdamW's and SGD's with momentum would be
     sgd: int
 
@@ -99,14 +105,22 @@ def planned_sizes(optimizer: NaturalGradient, layers: Mapping[nn.Parameter, Laye
     sizes = {}
     for p in optimizer._group_index:
         own, layer = _bytes(p), layers.get(p)  # type: ignore[call-overload]
-        planned = 2 * own + 4
+        planned, cached = 2 * own + 4, 0
         if layer is not None or p in with_weight:
             planned = own if optimizer._group(p)["momentum"] else 0
         if layer is not None:
             first = optimizer._first_state(layer, "meta").values()
             planned += sum(_bytes(value) for value in first if isinstance(value, Tensor))
-        sizes[p] = Sizes(planned, 2 * own + 4, own)
+            cached = cached_bytes(optimizer, layer)
+        sizes[p] = Sizes(planned + cached, cached, 2 * own + 4, own)
     return sizes
+
+
+def cached_bytes(optimizer: NaturalGradient, layer: Layer) -> int:
+    """What the products take that are kept of a layer's factors, in the dtype that is computed with."""
+    dtype = computing(optimizer._state_dtype(layer.weight, optimizer.rule.keys[0]))
+    entries = sum(square.numel for square in optimizer._kept_squares(layer) if square is not None)
+    return prod(layer.shape[0]) * entries * dtype.itemsize
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -168,6 +168,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a floating-point dtype such as torch.bfloat16 (torch.float16 has too small a range), or None for "
         "the weight's",
     ),
+    "cache_products": (_flag, "True or False"),
     "precond_warmup": (_whole(0), "a whole number of steps, at least 0"),
     "max_factor_step": (_optional(_number(0, 1, open_high=True)), "a number from 0 to below 1, or None"),
     "relative_damping": (_flag, "True or False"),

@@ -22,7 +22,7 @@ from ingot.model_optimizer import preconditionable
 from ingot.precision import computing, keeping, put, without_autocast
 from ingot.rules import NUMBERS, InverseFree, Inverting, Pair, Rule, Settings, Statistics
 from ingot.scaling import loss_scale
-from ingot.structures import Factory, bind, resolve
+from ingot.structures import Factory, Square, bind, resolve
 
 StructureLike: TypeAlias = str | Factory
 
@@ -71,6 +71,8 @@ class NaturalGradient(CollectingOptimizer):
         precond_momentum: Riemannian momentum α₁ of the factors; costs a second copy of them.
         precond_every: Steps from one update of the factors to the next (T).
         factor_dtype: The factors' dtype; None takes the weight's (bfloat16 for float16).
+        cache_products: Whether K Kᵀ and C Cᵀ are kept between updates of the factors where that makes steps
+            faster; costs memory as the plan tells, but none in checkpoints.
         precond_warmup: For so many first steps the factors are updated every time, and β₁ starts high.
         max_factor_step: Bound on β₁ times the spectral norm of a factor's direction, or None.
         relative_damping: Whether ``damping`` is in units of the mean traces of U and G.
@@ -106,6 +108,7 @@ class NaturalGradient(CollectingOptimizer):
         precond_momentum: float = 0.0,
         precond_every: int = 10,
         factor_dtype: torch.dtype | None = None,
+        cache_products: bool = True,
         precond_warmup: int = 20,
         max_factor_step: float | None = 0.5,
         relative_damping: bool = True,
@@ -173,6 +176,13 @@ class NaturalGradient(CollectingOptimizer):
         except ValueError as error:
             raise ValueError(f"layer {layer.name!r}: {error}") from None
         return pair
+
+    def _kept_squares(self, layer: Layer) -> tuple[Square | None, Square | None]:
+        """How K Kᵀ and C Cᵀ are kept between updates of the factors, where they are."""
+        group = self._group(layer.weight)
+        if not (group["cache_products"] and self._choice.keeps_products(layer)):
+            return None, None
+        return self.rule.kept_squares(layer.structures, group["precond_every"])
 
     def _is_due(self, layer: Layer) -> bool:
         group, steps = self._group(layer.weight), self.state.get(layer.weight, {}).get("steps", 0)

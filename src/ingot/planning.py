@@ -25,6 +25,7 @@ class PlanRow(NamedTuple):
     k: str  # structures of the factors, where there are any
     c: str
     state_bytes: int
+    cached_bytes: int  # of which products that are kept between updates of the factors
     adamw_bytes: int  # what the state of AdamW would take, and that of SGD with momentum
     sgd_bytes: int
     flops: Flops
@@ -42,6 +43,11 @@ class Plan:
     def state_bytes(self) -> int:
         """What the whole state takes from the first step on."""
         return sum(row.state_bytes for row in self.rows)
+
+    @property
+    def cached_bytes(self) -> int:
+        """What of this are products kept between updates of the factors; they are in no checkpoint."""
+        return sum(row.cached_bytes for row in self.rows)
 
     @property
     def adamw_bytes(self) -> int:
@@ -68,7 +74,7 @@ class Plan:
 
     def __str__(self) -> str:
         head = ["layer", "shape", "K", "C", "state", "/ AdamW", "/ SGD", "flops / step"]
-        head += ["/ passes"] if self.model_flops else []
+        head += ["/ fwd+bwd"] if self.model_flops else []
         lines = [self._line(rows) for rows in _alike(self.rows)]
         return "\n".join([text_table(head, lines, right=head[4:]), "", *self._summary()])
 
@@ -85,8 +91,9 @@ class Plan:
         same = Plan(rows, self.model_flops)
         state, adamw, sgd, flops = same.state_bytes, same.adamw_bytes, same.sgd_bytes, same.flops_per_step
         ratios = f"{state / max(1, adamw):.2f}", f"{state / max(1, sgd):.2f}"
-        line = [name, shape, first.k, first.c, readable(state), *ratios, _count(flops)]
-        return [*line, f"{flops / self.model_flops:.2%}"] if self.model_flops else line
+        line = [name, shape, first.k, first.c, readable(state), *ratios, _count(flops) if first.k else ""]
+        share = f"{same.extra_flops:.2%}" if first.k else ""
+        return [*line, share] if self.model_flops else line
 
     def _summary(self) -> Iterable[str]:
         state, adamw, sgd = self.state_bytes, self.adamw_bytes, self.sgd_bytes
@@ -94,6 +101,8 @@ class Plan:
             f"The state takes {readable(state)}: {state / max(1, adamw):.3f}x AdamW's {readable(adamw)}, "
             f"{state / max(1, sgd):.3f}x the {readable(sgd)} of SGD with momentum."
         )
+        if self.cached_bytes:
+            yield f"{readable(self.cached_bytes)} of it are products kept between updates of the factors."
         flops = _count(self.flops_per_step)
         if self.model_flops:
             yield (
@@ -160,12 +169,15 @@ def _plan(optimizer: NaturalGradient, example: Example | None) -> Plan:
             layer = layers[p]
             parts += [] if layer.bias is None else [described[names[layer.bias]]]
             uses = passes.uses[p] if passes else []
-            flops = layer_flops(optimizer.rule, layer.structures, layer.shape, uses)
+            flops = layer_flops(
+                optimizer.rule, layer.structures, optimizer._kept_squares(layer), layer.shape, uses
+            )
             per_step = flops.per_step(optimizer._group(p)["precond_every"])
         rows.append(
             PlanRow(
                 *row[:5],
                 state_bytes=sum(part.state_bytes for part in parts),
+                cached_bytes=row.cached_bytes,
                 adamw_bytes=sum(part.adamw_bytes for part in parts),
                 sgd_bytes=sum(part.sgd_bytes for part in parts),
                 flops=flops,

@@ -24,9 +24,8 @@ from ingot.stability import (
     bounded_rate,
     has_exploded,
     is_finite,
-    spectral_norm,
 )
-from ingot.structures import Structure
+from ingot.structures import Square, Structure
 
 
 class Factor(NamedTuple):
@@ -194,6 +193,10 @@ class Rule(ABC):
     def preconditioners(self, structures: Pair, state: State) -> tuple[Factor, Factor]:
         """What gradients are multiplied with: K and C, or KFAC's inverses."""
 
+    def kept_squares(self, structures: Pair, every: int) -> tuple[Square | None, Square | None]:
+        """How K Kᵀ and C Cᵀ are kept for so many steps, where that saves more time than it takes."""
+        return None, None
+
     def update(
         self, structures: Pair, state: State, seen: Statistics, settings: Settings, updates: int
     ) -> State:
@@ -296,6 +299,10 @@ class InverseFree(Rule):
     def preconditioners(self, structures: Pair, state: State) -> tuple[Factor, Factor]:
         return Factor(structures[0], state["K"]), Factor(structures[1], state["C"])
 
+    def kept_squares(self, structures: Pair, every: int) -> tuple[Square | None, Square | None]:
+        k, c = structures
+        return _kept_square(k, c.dim * every), _kept_square(c, k.dim * every)
+
     def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
         return natural_gradient(*self.preconditioners(structures, state), gradient)
 
@@ -322,10 +329,16 @@ class InverseFree(Rule):
             if settings.precond_momentum:
                 old = state.get(f"m_{name}", torch.zeros_like(m))
                 m = new[f"m_{name}"] = settings.precond_momentum * old + m
-            norm = new[f"norm_m_{name}"] = spectral_norm(factor.structure, m)
+            norm = new[f"norm_m_{name}"] = factor.structure.norm(m)
             rate = bounded_rate(norm, settings.precond_lr, settings.max_factor_step)
             new[name] = move(factor, m, rate)
         return new
+
+
+def _kept_square(structure: Structure, columns: int) -> Square | None:
+    """A Aᵀ takes as long as A times as many columns as it has entries a row, which it saves each time."""
+    square = structure.square
+    return square if square is not None and square.numel < columns * structure.dim else None
 
 
 class Inverting(Rule):

@@ -6,22 +6,8 @@ import torch
 from torch import Tensor
 
 from ingot.precision import computing
-from ingot.structures import Structure
 
 # --- The step of the factors ----------------------------------------------------------------------------
-
-
-def spectral_norm(structure: Structure, m: Tensor, iterations: int = 3) -> Tensor:
-    """|m|₂ by power iteration on mᵀm (on m itself it misses the norm of a non-symmetric m), ``[..., 1]``."""
-    # A fixed start with no preferred direction: the fractional parts of multiples of the golden ratio.
-    start = (torch.arange(1, structure.dim + 1, device=m.device, dtype=m.dtype) * 0.6180339887).frac() - 0.4
-    tiny = torch.finfo(m.dtype).tiny
-    x = start.unsqueeze(-1).expand(*m.shape[:-1], structure.dim, 1)
-    norm = torch.linalg.vector_norm(x, dim=-2, keepdim=True)
-    for _ in range(iterations):
-        x = structure.apply_t(m, structure.apply(m, x / norm.clamp_min(tiny)))
-        norm = torch.linalg.vector_norm(x, dim=-2, keepdim=True)
-    return norm.squeeze(-1).sqrt()
 
 
 def bounded_rate(norm: Tensor, lr: float, max_step: float | None) -> Tensor | float:

@@ -165,3 +165,67 @@ def test_nothing_of_dim_times_dim_is_allocated(sparse):
 def test_the_watch_sees_what_is_allocated(full):
     dim = 512
     assert _largest_allocation(bind(parse(full), dim)) >= dim * dim
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_squares_are_those_of_the_matrices(text, dtype, by_columns):
+    """A Aᵀ as it is kept, applied to matrices that are stored by rows and by columns, alone and in batches."""
+    for dim in DIMS:
+        s = bind(parse(text), dim)
+        if s.square is None:
+            continue
+        a = _elements(s, 1, dtype)[0]
+        kept = s.square.of(a)
+        assert kept.shape == (2, 3, s.square.numel)
+        x = (
+            torch.randn(2, 3, 6, dim, dtype=dtype).mT
+            if by_columns
+            else torch.randn(2, 3, dim, 6, dtype=dtype)
+        )
+        expected = s.dense(a) @ s.dense(a).mT @ x
+        for of, mine, its in ((kept, x, expected), (kept[1, 2], x[1, 2], expected[1, 2])):
+            out = torch.empty_like(mine)
+            assert s.square.apply(of, mine, out) is out
+            _close(out, its)
+            if s.square.works_in_place:
+                out.copy_(mine)
+                _close(s.square.apply(of, out, out), its)
+
+
+def test_which_structures_have_squares():
+    have = {text for text in (*NAMED, *COMPOSED) if bind(parse(text), 40).square is not None}
+    without = {"tril_toeplitz", "triu_toeplitz", "rank_tril", "rank_triu_mirrored"}
+    assert set(NAMED) - have == without
+    assert {"upper(dense(4),diagonal)", "hierarchical(2,3)"} <= have
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sandwich_is_the_projection_of_the_whole(text, dtype):
+    for dim in DIMS:
+        s = bind(parse(text), dim)
+        a = _elements(s, 1, dtype)[0]
+        x = torch.randn(2, 3, dim, 7, dtype=dtype)
+        if s.gram_first(10**9):
+            _close(s.sandwich(a, s.gram(x)), s.gram(s.apply_t(a, x)))
+        else:
+            with pytest.raises(NotImplementedError, match="does not tell"):
+                s.sandwich(a, s.gram(x))
+
+
+def test_gram_does_not_depend_on_the_layout(text):
+    for dim in (1, 9, 40):
+        s = bind(parse(text), dim)
+        rows = torch.randn(2, 3, 700, dim, dtype=torch.float64)
+        _close(s.gram(rows.mT), s.gram(rows.mT.contiguous()))
+        _close(s.gram(rows.mT), s.gram(rows[..., :300, :].mT) + s.gram(rows[..., 300:, :].mT))
+
+
+def test_norms_are_spectral_norms_from_below(text):
+    for dim in (1, 2, 9, 40):
+        s = bind(parse(text), dim)
+        a = _elements(s, 1, torch.float64)[0]
+        exact = torch.linalg.matrix_norm(s.dense(a), 2).unsqueeze(-1)
+        ratio = s.norm(a) / exact
+        assert ratio.max() <= 1 + 1e-9
+        assert ratio.min() > 0.3

@@ -1,7 +1,7 @@
 """Structured matrices: leaves, two combinators, and names for them."""
 
 from ingot.structures import catalogue
-from ingot.structures.base import Structure
+from ingot.structures.base import Square, Structure
 from ingot.structures.block import Lower, Upper
 from ingot.structures.block_diagonal import BlockDiagonal
 from ingot.structures.dense import Dense
@@ -11,5 +11,5 @@ from ingot.structures.toeplitz import LowerToeplitz, UpperToeplitz
 from ingot.structures.triangular import LowerTriangular, UpperTriangular
 
 __all__ = ["BlockDiagonal", "Dense", "Diagonal", "Factory", "Lower", "LowerToeplitz", "LowerTriangular"]
-__all__ += ["Structure", "Upper", "UpperToeplitz", "UpperTriangular"]
+__all__ += ["Square", "Structure", "Upper", "UpperToeplitz", "UpperTriangular"]
 __all__ += ["bind", "catalogue", "parse", "register", "registered", "resolve"]

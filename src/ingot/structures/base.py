@@ -9,6 +9,29 @@ import torch
 from torch import Tensor
 
 
+class Square(ABC):
+    """The products A Aᵀ of a structure's elements, to be kept between updates of A.
+
+    They are applied in half the time of Aᵀ and then A. Like elements, they are flat tensors.
+    """
+
+    works_in_place: ClassVar[bool] = False
+    """Whether the result of ``apply`` may take the place of its argument."""
+
+    @property
+    @abstractmethod
+    def numel(self) -> int:
+        """How many entries are kept."""
+
+    @abstractmethod
+    def of(self, a: Tensor) -> Tensor:
+        """The entries of A Aᵀ, ``[..., numel]``, for an element."""
+
+    @abstractmethod
+    def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
+        """A Aᵀ X for a dense X, written to ``out``."""
+
+
 class Structure(ABC):
     """A set of ``dim x dim`` matrices closed under addition, scaling and multiplication.
 
@@ -61,7 +84,8 @@ class Structure(ABC):
         """Π̂(Aᵀ A), likewise."""
 
     # What follows is generic. A structure that stores an entry once for several places of the matrix
-    # overrides ``inner``; one whose elements can be inverted overrides ``inverse``.
+    # overrides ``inner``; one whose elements can be inverted overrides ``inverse``; the others are ways to
+    # the same results that some structures have a shorter one for.
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """Σᵢⱼ AᵢⱼBᵢⱼ over the matrices (not the stored entries), ``[..., 1]``."""
@@ -70,6 +94,23 @@ class Structure(ABC):
     def mean_trace(self, a: Tensor) -> Tensor:
         """tr(A) / dim, ``[..., 1]``."""
         return self.inner(a, self.identity_like(a)) / self.dim
+
+    def norm(self, a: Tensor) -> Tensor:
+        """An estimate of the spectral norm, ``[..., 1]``: three steps of power iteration on AᵀA."""
+        return power_iteration(self, a, 3)
+
+    def gram_first(self, n: int) -> bool:
+        """Whether ``sandwich`` of a Gram matrix takes less time than the Gram matrix of n columns of AᵀX."""
+        return False
+
+    def sandwich(self, a: Tensor, gram: Tensor) -> Tensor:
+        """Π̂(Aᵀ S A) from Π̂(S), of structures where that is enough to know of a symmetric S."""
+        raise NotImplementedError(f"for {self}, Π̂(S) does not tell what Π̂(Aᵀ S A) is")
+
+    @property
+    def square(self) -> Square | None:
+        """How A Aᵀ is kept where it has a compact form."""
+        return None
 
     def inverse(self, a: Tensor) -> Tensor:
         """The inverse of a symmetric element."""
@@ -97,3 +138,16 @@ class Structure(ABC):
 
     def __str__(self) -> str:
         return f"{self.name or type(self).__name__}({self.dim})"
+
+
+def power_iteration(structure: Structure, a: Tensor, iterations: int) -> Tensor:
+    """|A|₂ from below, by power iteration on AᵀA (on A itself it misses that of a non-symmetric A)."""
+    # A fixed start with no preferred direction: the fractional parts of multiples of the golden ratio.
+    start = (torch.arange(1, structure.dim + 1, device=a.device, dtype=a.dtype) * 0.6180339887).frac() - 0.4
+    tiny = torch.finfo(a.dtype).tiny
+    x = start.unsqueeze(-1).expand(*a.shape[:-1], structure.dim, 1)
+    norm = torch.linalg.vector_norm(x, dim=-2, keepdim=True)
+    for _ in range(iterations):
+        x = structure.apply_t(a, structure.apply(a, x / norm.clamp_min(tiny)))
+        norm = torch.linalg.vector_norm(x, dim=-2, keepdim=True)
+    return norm.squeeze(-1).sqrt()

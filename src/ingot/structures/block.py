@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ingot.structures.base import Structure
+from ingot.structures.base import Square, Structure
+from ingot.structures.dense import Dense
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,19 @@ class _Block(Structure):
         beside = target.flops(source.dim) + source.flops(target.dim)
         return self.first.product_flops + beside + self.second.product_flops
 
+    @property
+    def square(self) -> Square | None:
+        """The target's rows of A Aᵀ are full; those of the source are its own A Aᵀ beside them."""
+        (target, source) = self._parts
+        if not isinstance(target, Dense) or source.square is None:
+            return None
+        inner = source.square
+        first, middle, last = 0, inner, 0
+        if isinstance(inner, _Bordered):
+            first, middle, last = inner.first, inner.middle, inner.last
+        above, below = (target.dim, 0) if self._upper else (0, target.dim)
+        return _Bordered(self, first + above, middle, last + below)
+
     def __str__(self) -> str:
         return f"{self.name}({self.first},{self.second})"
 
@@ -115,3 +129,55 @@ class Lower(_Block):
     """[[first, 0], [B, second]]."""
 
     _upper = False
+
+
+@dataclass(frozen=True)
+class _Bordered(Square):
+    """A Aᵀ with ``first`` and ``last`` full rows and columns, and a square of its own between them.
+
+    That is what hierarchical structures have. The full rows are stored first, then what is in the middle.
+    """
+
+    structure: _Block
+    first: int
+    middle: Square
+    last: int
+
+    @property
+    def _border(self) -> int:
+        return self.first + self.last
+
+    @property
+    def numel(self) -> int:
+        return self._border * self.structure.dim + self.middle.numel
+
+    def of(self, a: Tensor) -> Tensor:
+        s = self.structure
+        ones = torch.eye(s.dim, self.first, dtype=a.dtype, device=a.device)
+        lasts = torch.eye(self.last, dtype=a.dtype, device=a.device)
+        lasts = torch.nn.functional.pad(lasts, (0, 0, s.dim - self.last, 0))
+        rows = s.apply(a, s.apply_t(a, torch.cat((ones, lasts), dim=1))).mT
+        return torch.cat((rows.flatten(-2), self.middle.of(_core(s, a))), dim=-1)
+
+    def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
+        dim, first, inner = self.structure.dim, self.first, slice(self.first, self.structure.dim - self.last)
+        rows, middle = entries.split((self._border * dim, self.middle.numel), dim=-1)
+        rows = rows.unflatten(-1, (self._border, dim))
+        border = torch.cat((x[..., :first, :], x[..., dim - self.last :, :]), dim=-2)
+        full = rows @ x
+        self.middle.apply(middle, x[..., inner, :], out[..., inner, :])
+        if out.ndim == 2:
+            out[inner].addmm_(rows[:, inner].mT, border)
+        else:
+            out[..., inner, :] += rows[..., inner].mT @ border
+        out[..., :first, :] = full[..., :first, :]
+        out[..., dim - self.last :, :] = full[..., first:, :]
+        return out
+
+
+def _core(structure: Structure, a: Tensor) -> Tensor:
+    """The entries of the innermost source, which no border crosses."""
+    while isinstance(structure, _Block) and structure.square is not None:
+        a = structure._split(a)[2]
+        structure = structure._parts[1]
+    return a

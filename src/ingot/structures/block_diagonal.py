@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ingot.structures.base import Structure
+from ingot.structures.base import Square, Structure
 from ingot.structures.dense import Dense
 
 
@@ -85,5 +85,42 @@ class BlockDiagonal(Structure):
     def inverse(self, a: Tensor) -> Tensor:
         return self._join_blocks(*(torch.linalg.inv_ex(p).inverse for p in self._blocks(a)))
 
+    def gram_first(self, n: int) -> bool:
+        return n > 1.6 * self.block
+
+    def sandwich(self, a: Tensor, gram: Tensor) -> Tensor:
+        pairs = zip(self._blocks(a), self._blocks(gram), strict=True)
+        return self._join_blocks(*(p.mT @ s @ p for p, s in pairs))
+
+    @property
+    def square(self) -> Square:
+        return _BlockSquares(self)
+
     def __str__(self) -> str:
         return f"{self.name}({self.block},{self.dim})"
+
+
+@dataclass(frozen=True)
+class _BlockSquares(Square):
+    """The squares of the blocks."""
+
+    structure: BlockDiagonal
+
+    @property
+    def numel(self) -> int:
+        return self.structure.numel
+
+    def of(self, a: Tensor) -> Tensor:
+        return self.structure._join_blocks(*(p @ p.mT for p in self.structure._blocks(a)))
+
+    def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
+        # The batched product is slow to write columns: where out is laid out by these, it is turned after it.
+        turn = out.mT.is_contiguous() and not out.is_contiguous()
+        result = out.new_empty(out.shape) if turn else out
+        blocks, rows, into = self.structure._blocks(entries), self.structure._rows(x), result
+        for p, q, r in zip(blocks, rows, self.structure._rows(into), strict=True):
+            if r.numel():
+                torch.matmul(p, q, out=r)
+        if turn:
+            out.mT.copy_(result.mT)
+        return out

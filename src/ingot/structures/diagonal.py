@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ingot.structures.base import Structure
+from ingot.structures.base import Square, Structure
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class Diagonal(Structure):
         return self.apply(a, x)
 
     def gram(self, x: Tensor) -> Tensor:
+        if x.mT.is_contiguous():  # sums down the columns of rows: several times faster as a product
+            rows = x.mT.square()
+            return (rows.new_ones(1, rows.shape[-2]) @ rows).squeeze(-2)
         return x.square().sum(-1)
 
     def self_gram(self, a: Tensor) -> Tensor:
@@ -41,3 +44,34 @@ class Diagonal(Structure):
 
     def inverse(self, a: Tensor) -> Tensor:
         return a.reciprocal()
+
+    def norm(self, a: Tensor) -> Tensor:
+        return a.abs().amax(-1, keepdim=True)
+
+    def gram_first(self, n: int) -> bool:
+        return True
+
+    def sandwich(self, a: Tensor, gram: Tensor) -> Tensor:
+        return a.square() * gram
+
+    @property
+    def square(self) -> Square:
+        return _Squares(self.dim)
+
+
+@dataclass(frozen=True)
+class _Squares(Square):
+    """a², one number for each row."""
+
+    dim: int
+    works_in_place = True
+
+    @property
+    def numel(self) -> int:
+        return self.dim
+
+    def of(self, a: Tensor) -> Tensor:
+        return a.square()
+
+    def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
+        return torch.mul(x, entries.unsqueeze(-1), out=out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from ingot.structures.base import Structure
+
+CHUNK = 1 << 18
+"""So many numbers are transformed at a time: few enough for a cache, enough to be worth a call."""
 
 
 @lru_cache(maxsize=256)
@@ -38,14 +42,24 @@ class _Toeplitz(Structure):
     def numel(self) -> int:
         return self.dim
 
-    def _spectrum(self, x: Tensor, dim: int) -> Tensor:
-        # Zero-padded so that nothing wraps around. FFTs know no bfloat16.
-        x = x if x.dtype == torch.float64 else x.float()
-        return torch.fft.rfft(x, _fft_length(2 * self.dim - 1), dim=dim)
+    @property
+    def _length(self) -> int:
+        """That of the FFTs: padded with zeros so that nothing wraps around."""
+        return _fft_length(2 * self.dim - 1)
 
-    def _series(self, spectrum: Tensor, dim: int) -> Tensor:
-        full = torch.fft.irfft(spectrum, _fft_length(2 * self.dim - 1), dim=dim)
-        return full.narrow(dim, 0, self.dim)
+    def _spectrum(self, x: Tensor) -> Tensor:
+        """Of the last dimension. FFTs know no bfloat16."""
+        return torch.fft.rfft(x if x.dtype == torch.float64 else x.float(), self._length)
+
+    def _series(self, spectrum: Tensor) -> Tensor:
+        return torch.fft.irfft(spectrum, self._length)[..., : self.dim]
+
+    def _chunks(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """The columns of x as rows, so many at a time that their spectra stay in the processor's cache."""
+        rows, size = x.mT.contiguous(), max(1, CHUNK // self._length)
+        for start in range(0, rows.shape[-2], size):
+            span = slice(start, start + size)
+            yield span, rows[..., span, :]
 
     def _places(self, a: Tensor) -> Tensor:
         """How many places each diagonal has."""
@@ -58,9 +72,13 @@ class _Toeplitz(Structure):
         return means
 
     def _filter(self, a: Tensor, x: Tensor, correlate: bool) -> Tensor:
-        taps = self._spectrum(a, -1).unsqueeze(-1)
+        taps = self._spectrum(a).unsqueeze(-2)
         taps = taps.conj() if correlate else taps
-        return self._series(taps * self._spectrum(x, -2), -2).to(a.dtype)
+        lead = torch.broadcast_shapes(a.shape[:-1], x.shape[:-2])
+        out = a.new_empty(*lead, x.shape[-1], self.dim)
+        for span, rows in self._chunks(x):
+            out[..., span, :] = self._series(taps * self._spectrum(rows))
+        return out.mT
 
     def identity(self, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
         one = torch.zeros(self.dim, dtype=dtype, device=device)
@@ -68,7 +86,7 @@ class _Toeplitz(Structure):
         return one
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        return self._series(self._spectrum(a, -1) * self._spectrum(b, -1), -1).to(a.dtype)
+        return self._series(self._spectrum(a) * self._spectrum(b)).to(a.dtype)
 
     def apply(self, a: Tensor, x: Tensor) -> Tensor:
         return self._filter(a, x, correlate=self._upper)
@@ -77,14 +95,15 @@ class _Toeplitz(Structure):
         return self._filter(a, x, correlate=not self._upper)
 
     def gram(self, x: Tensor) -> Tensor:
-        spectrum = self._spectrum(x, -2)
-        power = (spectrum.real.square() + spectrum.imag.square()).sum(-1)
-        return self._project(self._series(power, -1)).to(x.dtype)
+        powers = [
+            torch.view_as_real(self._spectrum(rows)).square_().sum((-3, -1)) for _, rows in self._chunks(x)
+        ]
+        return self._project(self._series(torch.stack(powers).sum(0))).to(x.dtype)
 
     def self_gram(self, a: Tensor) -> Tensor:
         # The j-th diagonal of AᵀA sums up to Σₘ aₘ (dim − m − j) aₘ₊ⱼ, upper or lower alike.
-        sums = self._spectrum(a, -1).conj() * self._spectrum(self._places(a) * a, -1)
-        return self._project(self._series(sums, -1)).to(a.dtype)
+        sums = self._spectrum(a).conj() * self._spectrum(self._places(a) * a)
+        return self._project(self._series(sums)).to(a.dtype)
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         return (self._places(a) * a * b).sum(-1, keepdim=True)

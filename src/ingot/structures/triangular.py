@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ingot.structures.base import Structure
+from ingot.structures.base import Square, Structure
+from ingot.structures.dense import DenseSquare
 
 
 @lru_cache(maxsize=64)
@@ -65,6 +66,13 @@ class _Triangular(Structure):
     @property
     def product_flops(self) -> int:
         return self.flops(self.dim)
+
+    def dense(self, a: Tensor) -> Tensor:
+        return self._matrix(a)
+
+    @property
+    def square(self) -> Square:
+        return DenseSquare(self)
 
 
 class LowerTriangular(_Triangular):
