@@ -101,7 +101,8 @@ def count_passes(
             raise ValueError(
                 "the model could not be run on its example without data (torch's device 'meta'): "
                 f"{type(error).__name__}: {error}. Give the arguments of its forward pass, several as a "
-                "tuple, keywords as a dict; or leave the example out, and operations are not compared."
+                "tuple, keywords as a dict; or leave the example out, and operations are not compared. "
+                "Models that look at values have none to look at."
             ) from error
 
     with FlopCounterMode(display=False) as counter:

@@ -87,13 +87,15 @@ class Plan:
         if first.trained_by == "AdamW":
             name, shape = f"{len(rows)} by AdamW", ""
         elif len(rows) > 1:
-            name = f"{len(rows)} x {_pattern(first.name)}"
+            names = zip(*(row.name.split(".") for row in rows), strict=True)
+            name = f"{len(rows)} x " + ".".join("*" if len({*part}) > 1 else part[0] for part in names)
         same = Plan(rows, self.model_flops)
         state, adamw, sgd, flops = same.state_bytes, same.adamw_bytes, same.sgd_bytes, same.flops_per_step
         ratios = f"{state / max(1, adamw):.2f}", f"{state / max(1, sgd):.2f}"
         line = [name, shape, first.k, first.c, readable(state), *ratios, _count(flops) if first.k else ""]
-        share = f"{same.extra_flops:.2%}" if first.k else ""
-        return [*line, share] if self.model_flops else line
+        if self.model_flops:
+            line.append(f"{same.extra_flops:.2%}" if first.k else "")
+        return line
 
     def _summary(self) -> Iterable[str]:
         state, adamw, sgd = self.state_bytes, self.adamw_bytes, self.sgd_bytes
@@ -187,17 +189,13 @@ def _plan(optimizer: NaturalGradient, example: Example | None) -> Plan:
     return Plan(rows, passes.flops if passes else None)
 
 
-def _pattern(name: str) -> str:
-    """A parameter's name with a star for the numbers of blocks."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
 def _alike(rows: list[PlanRow]) -> list[list[PlanRow]]:
     """Rows of the same layer in different blocks together, and those of AdamW, which come last."""
     kinds: dict[Any, list[PlanRow]] = {}
     for row in rows:
-        by_adamw = row.trained_by == "AdamW"
-        kinds.setdefault("AdamW" if by_adamw else (_pattern(row.name), *row[1:]), []).append(row)
+        pattern = ["" if part.isdecimal() else part for part in row.name.split(".")]
+        kind = "AdamW" if row.trained_by == "AdamW" else (*pattern, *row[1:])
+        kinds.setdefault(kind, []).append(row)
     adamw = kinds.pop("AdamW", None)
     return [*kinds.values(), *([adamw] if adamw else [])]
 
