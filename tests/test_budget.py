@@ -113,13 +113,12 @@ def test_each_structure_contains_the_one_before_it():
 
 
 def test_small_sides_come_first_but_not_before_the_usual_blocks():
-    small = Side("K", 100, 400, 1, 4, True)
-    large = Side("C", 400, 100, 1, 4, False)
-    usual = price([small, large], [BlockDiagonal(100, 32), BlockDiagonal(400, 32)])
-    assert choose([large, small], usual) == [BlockDiagonal(400, 32), BlockDiagonal(100, 32)]
-    dense = price([small, large], [Dense(100), BlockDiagonal(400, 32)])
-    assert choose([large, small], dense) == [BlockDiagonal(400, 32), Dense(100)]
-    assert choose([large, small], 10**9) == [Dense(400), Dense(100)]
+    small, large = Side("K", 300, 400, 1, 4, True), Side("C", 400, 300, 1, 4, False)
+    usual = [BlockDiagonal(400, 32), BlockDiagonal(300, 32)]
+    assert choose([large, small], price([large, small], usual)) == usual
+    one_dense = [BlockDiagonal(400, 32), Dense(300)]
+    assert choose([large, small], price([large, small], one_dense)) == one_dense
+    assert choose([large, small], 10**9) == [Dense(400), Dense(300)]
 
 
 # --- Optimizers -----------------------------------------------------------------------------------------
@@ -251,6 +250,14 @@ def test_equal_layers_are_given_equal_structures():
         assert len({optimizer._kept_squares(layer) for layer in optimizer._layers.values()}) == 1
 
 
+@pytest.mark.parametrize(("d_i", "d_o", "small"), [(400, 400, 0), (400, 800, 0), (800, 400, 1), (400, 399, 1)])
+def test_the_smaller_side_is_dense_and_the_inputs_of_a_square_layer(d_i, d_o, small):
+    optimizer = SINGD(nn.Linear(d_i, d_o), memory_budget=1.2)
+    (pair,) = structures(optimizer)
+    assert isinstance(pair[small], Dense)
+    assert isinstance(pair[1 - small], BlockDiagonal)
+
+
 def test_one_side_may_be_given():
     optimizer = SINGD(mlp(40, 60, 3), structure=("auto", "hierarchical(2,2)"), memory_budget=2.0)
     pairs = structures(optimizer)
@@ -292,6 +299,7 @@ def test_frozen_layers_cost_nothing_until_they_are_trained():
     model[0].requires_grad_(False)
     optimizer = SINGD(model, structure="auto")
     chosen = structures(optimizer)
+    assert all(isinstance(s, BlockDiagonal) for s in chosen[0])
     assert 0.8 < bytes_of(optimizer)[0] / adamw_bytes(optimizer) <= 1
     model[0].requires_grad_(True)
     train(model, optimizer)
@@ -302,8 +310,9 @@ def test_frozen_layers_cost_nothing_until_they_are_trained():
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_copies_have_the_same_structures_even_if_they_would_be_chosen_otherwise(copied):
     model = mlp(40, 60, 60, 3)
-    optimizer = SINGD(model, [*model[0].parameters()], structure="auto")
+    optimizer = SINGD(model, [*model[0].parameters()], memory_budget="75 kB")
     optimizer.add_param_group({"params": [p for layer in model[1:] for p in layer.parameters()]})
+    assert structures(optimizer) != structures(SINGD(model, memory_budget="75 kB"))
     train(model, optimizer)
     model2, optimizer2 = copied((model, optimizer))
     assert structures(optimizer2) == structures(optimizer)
