@@ -250,7 +250,9 @@ def test_equal_layers_are_given_equal_structures():
         assert len({optimizer._kept_squares(layer) for layer in optimizer._layers.values()}) == 1
 
 
-@pytest.mark.parametrize(("d_i", "d_o", "small"), [(400, 400, 0), (400, 800, 0), (800, 400, 1), (400, 399, 1)])
+@pytest.mark.parametrize(
+    ("d_i", "d_o", "small"), [(400, 400, 0), (400, 800, 0), (800, 400, 1), (400, 399, 1)]
+)
 def test_the_smaller_side_is_dense_and_the_inputs_of_a_square_layer(d_i, d_o, small):
     optimizer = SINGD(nn.Linear(d_i, d_o), memory_budget=1.2)
     (pair,) = structures(optimizer)
@@ -422,6 +424,7 @@ def test_a_resized_layer_is_chosen_for_anew():
     after = structures(optimizer)
     assert after[0] == before[0]
     assert [s.dim for s in after[1]] == [61, 35]
+    assert not any(isinstance(s, Diagonal) for s in after[1])
     assert bytes_of(optimizer)[0] <= adamw_bytes(optimizer)
 
 

@@ -250,6 +250,19 @@ def test_real_configurations_are_planned_within_the_budget_on_the_meta_device(na
     assert all(len(pairs) == 1 for pairs in shapes.values())  # all blocks are alike
 
 
+def test_products_are_kept_in_the_dtype_that_is_computed_with():
+    model = nn.Conv1d(8, 12, 3, groups=4, bias=False)  # four matrices of 3 x 6
+    for dtype in (torch.float32, torch.bfloat16):
+        plan = ingot.plan(model, structure="dense", factor_dtype=dtype)
+        assert plan.cached_bytes == 4 * (6**2 + 3**2) * 4
+        assert (
+            plan.state_bytes
+            == ingot.plan(model, structure="dense", factor_dtype=dtype, cache_products=False).state_bytes
+            + plan.cached_bytes
+        )
+    assert ingot.plan(model, optimizer=KFAC).cached_bytes == 0
+
+
 def test_a_bias_counts_with_its_weight():
     model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4))
     description, plan = SINGD(model).describe(), ingot.plan(model)
