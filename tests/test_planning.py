@@ -155,6 +155,20 @@ def test_uses_of_a_tied_weight_add_up():
     (tied,) = ingot.plan(Tied(), structure="block_diagonal(2)", example=tokens).rows
     head = ingot.plan(nn.Linear(4, 11, bias=False), structure="block_diagonal(2)", example=torch.zeros(6, 4))
     assert tied.flops.statistics == 2 * head.rows[0].flops.statistics
+    # Tokens stand on the C side, and need no rows where it is diagonal.
+    (tied,) = ingot.plan(Tied(), structure=("triu", "diagonal"), example=tokens).rows
+    k, c = (bind(parse(text), dim) for text, dim in (("triu", 4), ("diagonal", 11)))
+    sandwich = c.flops(6) + 2 * c.product_flops if c.gram_first(6) else 2 * c.flops(6)
+    of_tokens = c.flops(1) + 2 * c.product_flops if c.gram_first(1) else 2 * c.flops(1)
+    assert tied.flops.statistics == 2 * 2 * k.flops(6) + sandwich + of_tokens
+
+
+def test_gram_matrices_come_first_where_there_are_many_rows():
+    few, many = (
+        ingot.plan(nn.Linear(7, 8), structure="dense", example=torch.zeros(n, 7)).rows[0] for n in (8, 800)
+    )
+    assert few.flops.statistics == 2 * 2 * (2 * 8**2 * 8)
+    assert many.flops.statistics == 2 * (2 * 8**2 * 800 + 2 * 2 * 8**3)
 
 
 def test_an_embedding_takes_next_to_nothing_for_its_inputs():
