@@ -45,11 +45,15 @@ docs: setup ## Build the documentation into site
 models: setup ## Measure how much of real models is preconditioned, and write the table in docs/models.md
 	$(BIN)/python -m tests.shares
 
-bench: setup ## Measure step times against peers, interleaved in one process
-	$(BIN)/python benchmarks/step_time.py
+$(VENV)/.bench-ready: $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"
+	@touch $@
+
+bench: $(VENV)/.bench-ready ## Measure times, memory and growth against peers; writes the page docs/benchmarks.md
+	$(BIN)/python -m benchmarks all --out benchmarks/results --page docs/benchmarks.md
 
 memory: setup ## Measure state and peaks in bfloat16; writes runs/memory and the tables in docs/precision.md
-	$(BIN)/python benchmarks/state_memory.py
+	$(BIN)/python -m benchmarks.state_memory
 
 clean: ## Remove what the other targets made
 	rm -rf $(VENV) site runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

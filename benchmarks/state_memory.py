@@ -1,29 +1,25 @@
-"""What an optimizer costs in memory: its state and the peak of an iteration, in pure bfloat16.
+"""What an optimizer costs in memory in pure bfloat16: its state and the peak of an iteration.
 
-Every allocation of torch is seen, from the model's birth on: what is kept from step to step is counted
-wherever an optimizer keeps it, and peaks include what operations need for a moment. Run it from the root:
-``python benchmarks/state_memory.py --help``.
+Run it from the project's root: ``python -m benchmarks.state_memory --help``.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch import Tensor, nn
 
 import ingot
+from benchmarks import memory
+from benchmarks.measured import Memory
+from benchmarks.report import write_between
 from ingot.lab.report import markdown_table
 from ingot.lab.torchvision_ops import make_torchvision_importable
 
@@ -41,7 +37,13 @@ def vit(width: int = 192, depth: int = 12) -> nn.Module:
     make_torchvision_importable()  # which timm imports
     from timm.models.vision_transformer import VisionTransformer
 
-    size = {"img_size": 32, "patch_size": 4, "embed_dim": width, "depth": depth, "num_heads": 3}
+    size: dict[str, Any] = {
+        "img_size": 32,
+        "patch_size": 4,
+        "embed_dim": width,
+        "depth": depth,
+        "num_heads": 3,
+    }
     return VisionTransformer(**size, num_classes=CLASSES)
 
 
@@ -65,6 +67,9 @@ class Workload(NamedTuple):
     model: Callable[[], nn.Module]
     batch: int
 
+    def random_batch(self) -> tuple[Tensor, Tensor]:
+        return torch.randn(self.batch, 3, 32, 32), torch.randint(CLASSES, (self.batch,))
+
 
 WORKLOADS: Mapping[str, Workload] = {
     "vit": Workload("ViT, 12 blocks of width 192", vit, 2),
@@ -75,6 +80,10 @@ WORKLOADS: Mapping[str, Workload] = {
 """Weights and state make up most of the memory in the first two, activations in the others."""
 
 Maker = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def measure(workload: Workload, make: Maker) -> Memory:
+    return memory.measure(workload.model, workload.random_batch, make, torch.bfloat16)
 
 
 def contenders() -> dict[str, Maker]:
@@ -92,80 +101,19 @@ def contenders() -> dict[str, Maker]:
     return found
 
 
-# --- Measuring --------------------------------------------------------------------------------------------
-
-
-class Memory(NamedTuple):
-    """Bytes."""
-
-    state: int  # kept by the optimizer from step to step
-    peak: int  # of an iteration: weights, gradients, activations, state and all
-    update_peak: int  # of an iteration that updates the factors, too
-
-
-def measure(workload: Workload, make: Maker) -> Memory:
-    """Three iterations of a model in bfloat16 with an optimizer, the first of which makes its state."""
-    gc.collect()  # so that nothing older is freed meanwhile
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        with record_function("model"):
-            model = workload.model().bfloat16()
-        optimizer = make(model)
-        for name in ("first", "plain", "update"):
-            with record_function(name):
-                images = torch.randn(workload.batch, 3, 32, 32).bfloat16()
-                labels = torch.randint(CLASSES, (workload.batch,))
-                cross_entropy(model(images), labels).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                del images, labels
-    allocated = _allocated(profiled)
-    return Memory(
-        state=allocated["update"][-1] - allocated["model"][-1],
-        peak=max(allocated["plain"]),
-        update_peak=max(allocated["update"]),
-    )
-
-
-def _allocated(profiled: profile) -> dict[str, list[int]]:
-    """The bytes that are allocated after each allocation and release, for each of the recorded spans."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiled.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    memory = sorted(
-        (event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"
-    )
-    totals = list(accumulate(size for _, size in memory))
-    spans = [event for event in events if event.get("name") in ("model", "update", "plain")]
-    return {
-        span["name"]: [
-            total
-            for (time, _), total in zip(memory, totals, strict=True)
-            if span["ts"] <= time <= span["ts"] + span["dur"]
-        ]
-        for span in spans
-    }
-
-
 # --- Report -----------------------------------------------------------------------------------------------
 
 
 def table(workload: Workload, results: Mapping[str, Memory]) -> str:
     """One model's results in Markdown."""
     rows = []
-    for name, memory in results.items():
-        ratios = (f"{mine / its:.2f}" for mine, its in zip(memory, results[REFERENCE], strict=True))
-        rows.append((name, f"{memory.state / 2**20:.1f}", *ratios))
+    for name, used in results.items():
+        ratios = (f"{mine / its:.2f}" for mine, its in zip(used, results[REFERENCE], strict=True))
+        rows.append((name, f"{used.state / 2**20:.1f}", *ratios))
     columns = ("optimizer", "state in MiB", "state", "peak", "peak with a factor update")
     millions = sum(p.numel() for p in workload.model().parameters()) / 1e6
     heading = f"**{workload.title}: {millions:.1f} million parameters, batches of {workload.batch}**"
     return f"{heading}\n\n{markdown_table(columns, rows)}\n"
-
-
-def write_into(page: Path, text: str) -> None:
-    """Put a text between the page's marks."""
-    before, rest = page.read_text("utf-8").split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{text}\n{rest[rest.index(END) :]}", "utf-8")
 
 
 # --- Command line -----------------------------------------------------------------------------------------
@@ -191,13 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{name}: {optimizer}", file=sys.stderr, flush=True)
             torch.manual_seed(0)
             measured[optimizer] = measure(WORKLOADS[name], make)
-        results["models"][name] = {key: memory._asdict() for key, memory in measured.items()}
+        results["models"][name] = {key: used._asdict() for key, used in measured.items()}
         tables.append(table(WORKLOADS[name], measured))
     text = "\n".join(tables)
     (chosen.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     (chosen.out / "results.md").write_text(text)
     if set(chosen.models) == set(WORKLOADS):
-        write_into(chosen.page, text)
+        write_between(chosen.page, BEGIN, END, text)
     print(text)
 
 

@@ -1,108 +1,226 @@
-"""The benchmark script on models so small that only its own work is left to test."""
+"""The benchmarks on models so small that only their own work is left to test."""
 
-import importlib.util
-import json
-import sys
-from pathlib import Path
+import random
 
 import pytest
 import torch
 from torch import nn
 
+import benchmarks.__main__ as command
 import ingot
+from benchmarks import contenders, fast_paths, report, timing
+from benchmarks.contenders import Contender
+from benchmarks.measured import Results
+from benchmarks.workloads import GPT, ViT, Workload
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "step_time.py"
+IMAGES = Workload(
+    title="Tiny images",
+    model=lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    ),
+    batch=lambda: (torch.randn(4, 2, 6, 6), torch.randint(3, (4,))),
+    rounds=1,
+    turn=3,
+    slow_rounds=2,
+)
+TOKENS = Workload(
+    title="Tiny tokens",
+    model=lambda: GPT(d=8, depth=1, heads=2, length=6, words=5),
+    batch=lambda: (torch.randint(5, (2, 6)), torch.randint(5, (2, 6))),
+    rounds=1,
+    turn=1,
+    per_token=True,
+)
 
 
 @pytest.fixture
-def script(monkeypatch):
-    spec = importlib.util.spec_from_file_location("step_time", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    images = module.Workload(
-        title="Tiny images",
-        model=lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
-        ),
-        batch=lambda: (torch.randn(4, 2, 6, 6), torch.randint(3, (4,))),
-        rounds=1,
-        turn=3,
-    )
-    tokens = module.Workload(
-        title="Tiny tokens",
-        model=lambda: module.GPT(d=8, depth=1, heads=2, length=6, words=5),
-        batch=lambda: (torch.randint(5, (2, 6)), torch.randint(5, (2, 6))),
-        rounds=1,
-        turn=1,
-        per_token=True,
-    )
-    monkeypatch.setattr(module, "WORKLOADS", {"images": images, "tokens": tokens})
-    return module
+def tiny(monkeypatch):
+    """Workloads, rounds and peers for which no package but torch is needed."""
+    monkeypatch.setattr(command, "WORKLOADS", {"mlp": IMAGES, "gpt": TOKENS})
+    monkeypatch.setattr(timing, "MIN_WINDOW", 2)
+    monkeypatch.setattr(contenders, "PEERS", ("singd",))
+    monkeypatch.setattr(fast_paths, "PATHS", fast_paths.PATHS[:1])
 
 
-def test_writes_and_prints_what_it_measured(script, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(script, "MIN_WINDOW", 2)
-    out = tmp_path / "new" / "bench"
-    script.main(["--rounds", "2", "--every", "1", "--out", str(out)])
-    results = json.loads((out / "results.json").read_text())
-    text = (out / "results.md").read_text()
-    captured = capsys.readouterr()
-    assert captured.out.strip() == text.strip()
-    assert "images: round 2 of 2" in captured.err
-    assert str(torch.__version__) == results["torch"]
-    assert "noisy" in text
-    assert list(results["models"]) == ["images", "tokens"]
-    for measured in results["models"].values():
-        assert len(measured) == 15
-        for kind in ("iteration_ratio", "step_ratio"):
-            assert set(measured["SGD momentum"][kind].values()) == {1.0}
-        assert measured["AdamW"]["state_ratio"] == 1
-        for name, one in measured.items():
-            assert f"| {name} | " in text
-            assert len(one["iteration_ms"]) == len(one["step_ms"]) == 2
-            for step, iteration in zip(one["step_ms"], one["iteration_ms"], strict=True):
-                assert 0 < step < iteration
-            assert one["last_loss"] is not None
+def find(title, every=1, per_token=False):
+    return next(c for c in contenders.contenders([every], per_token) if c.title == title)
 
 
-def test_counts_the_state_that_an_optimizer_keeps(script):
-    workload, makers = script.WORKLOADS["tokens"], script.contenders(every=10, per_token=True)
-    batches = [workload.batch()]
+def singd(every, **settings):
+    def make(model):
+        return ingot.SINGD(model, structure="diagonal", precond_every=every, precond_warmup=0)
 
-    def state_bytes(name):
-        return script.prepare(workload.model(), makers[name], batches).state_bytes
+    return Contender("ours", make, "ingot", "diagonal", every, splits=True, **settings)
 
-    sizes = [p.numel() for p in workload.model().parameters()]
+
+# --- Times ------------------------------------------------------------------------------------------------
+
+
+def test_counts_the_state_that_an_optimizer_keeps():
+    batches = [TOKENS.batch()]
+
+    def state_bytes(title):
+        return timing.prepare(TOKENS.model(), find(title, per_token=True), batches).state_bytes
+
+    sizes = [p.numel() for p in TOKENS.model().parameters()]
     assert state_bytes("SGD momentum") == 4 * sum(sizes)
     assert state_bytes("AdamW") == 4 * (2 * sum(sizes) + len(sizes))  # a counter for each parameter, too
     for package in ("official singd", "ingot SINGD"):
         assert state_bytes(f"{package} dense") > state_bytes(f"{package} diagonal") > 4 * sum(sizes)
 
 
-@pytest.mark.parametrize(("every", "window"), [(1, 10), (3, 12), (10, 10), (25, 25)])
-def test_a_round_is_whole_intervals(script, every, window):
-    makers = {"ours": lambda model: ingot.SINGD(model, precond_every=every, precond_warmup=0)}
-    contestants = script.measure(script.WORKLOADS["images"], makers, every, 4, progress=lambda _: None)
-    measured = contestants["ours"]
-    assert len(measured.iteration) == len(measured.step) == script.WARMUP_ITERATIONS + 4 * window
-    assert window % every == 0
-    updates = [state["updates"] for state in measured.optimizer.state.values() if "updates" in state]
-    assert updates == [-(-len(measured.step) // every)] * 2  # one in each interval, in both layers
+@pytest.mark.parametrize(
+    ("every", "window"), [((1,), 10), ((3,), 12), ((1, 10), 10), ((25,), 25), ((4, 6), 12)]
+)
+def test_a_round_is_whole_intervals_of_all(every, window):
+    assert timing.whole_intervals([singd(one) for one in every]) == window
 
 
-def test_says_that_the_official_package_is_missing(script, monkeypatch):
-    monkeypatch.setattr(script, "Official", None)
-    assert not [name for name in script.contenders(every=1, per_token=False) if "official" in name]
-    assert "not installed: skipped" in script.preamble(script.conditions(every=1, threads=1))
+def test_steps_with_an_update_are_those_that_update():
+    class Tells(ingot.SINGD):
+        def step(self, closure=None):
+            before = self._updates()
+            super().step(closure)
+            updated.append(self._updates() > before)
+
+        def _updates(self):
+            return sum(state.get("updates", 0) for state in self.state.values())
+
+    updated = []
+
+    def make(model):
+        return Tells(model, structure="diagonal", precond_every=3, precond_warmup=0)
+
+    contender = Contender("ours", make, "ingot", "diagonal", 3, splits=True)
+    contestant = timing.prepare(IMAGES.model(), contender, [IMAGES.batch()])
+    for number in range(2):
+        timing.take_turns([contestant], window=6, turn=4, shuffler=random.Random(number))
+    # Instead of seconds, whether there was an update: then their means must be one and zero.
+    kinds = contestant.kinds([1e-3 * was for was in updated], window=6)
+    assert len(updated) == timing.WARMUP_ITERATIONS + 12
+    assert kinds.update == [1, 1]
+    assert kinds.plain == [0, 0]
+    assert kinds.at(10) == [0.1, 0.1]
 
 
-def test_says_which_optimizer_diverged(script):
-    workload = script.WORKLOADS["images"]
-    makers = script.contenders(every=1, per_token=False)
-    makers = {name: makers[name] for name in ("SGD momentum", "AdamW")}
-    makers["wild"] = lambda model: torch.optim.SGD(model.parameters(), lr=1e30)
-    results = script.summary(
-        script.measure(workload, makers, 1, rounds=1, progress=lambda _: None), window=10
-    )
-    assert script.table("Tiny", results).endswith("distrust the times of: wild.\n")
+def test_slow_ones_take_part_in_the_first_rounds_and_are_weighed_for_each_interval():
+    slow = singd(2, slow=True, reported=(1, 10))
+    fast = [find("SGD momentum"), find("AdamW"), singd(10)]
+    found = timing.measure(IMAGES, [*fast, slow], rounds=IMAGES.slow_rounds + 1).timings
+    assert [timing_.every for timing_ in found] == [None, None, 10, 1, 10]
+    *others, at_1, at_10 = found
+    assert all(len(one.iterations()) == IMAGES.slow_rounds + 1 for one in others)
+    assert len(at_1.iterations()) == len(at_10.iterations()) == IMAGES.slow_rounds
+    assert at_1.step.plain == []
+    assert at_1.steps() == at_10.step.update
+    for mean, update, plain in zip(at_10.steps(), at_10.step.update, at_10.step.plain, strict=True):
+        assert mean == pytest.approx((update + 9 * plain) / 10)
+    for one in found:
+        assert one.finite
+        assert all(0 < step < whole for step, whole in zip(one.steps(), one.iterations(), strict=True))
+
+
+def test_says_which_optimizer_diverged():
+    wild = Contender("wild", lambda model: torch.optim.SGD(model.parameters(), lr=1e30))
+    times = timing.measure(IMAGES, [find("SGD momentum"), find("AdamW"), wild], rounds=1)
+    assert [one.finite for one in times.timings] == [True, True, False]
+    assert report.tables.times_table(times).endswith("distrust the times of: wild.\n")
+
+
+# --- Contenders -------------------------------------------------------------------------------------------
+
+
+def test_every_structure_is_measured_beside_the_official_one_at_every_interval():
+    found = contenders.contenders([1, 10], per_token=False)
+    for structure in contenders.OFFICIAL_NAMES:
+        for package in ("ingot", "singd"):
+            intervals = [
+                every
+                for c in found
+                if (c.package, c.structure) == (package, structure)
+                for every in c.reported or (c.every,)
+            ]
+            assert intervals == [1, 10]
+
+
+def test_missing_peers_are_left_out_and_named(monkeypatch):
+    monkeypatch.setattr(contenders, "PEERS", ("singd", "a_peer_that_is_not_there"))
+    conditions = command.conditions(threads=1)
+    assert conditions["peers"]["a_peer_that_is_not_there"] is None
+    assert "skipped: a_peer_that_is_not_there." in report.environment(conditions)
+    monkeypatch.setattr(contenders, "PEERS", ())
+    assert {c.package.split(",")[0].split()[0] for c in contenders.contenders([1], False)} == {
+        "torch",
+        "ingot",
+    }
+
+
+@pytest.mark.parametrize(
+    ("package", "title"),
+    [("pytorch_optimizer", "SOAP"), ("pytorch_optimizer", "Shampoo"), ("heavyball", "PSGD")],
+)
+@pytest.mark.filterwarnings("ignore")  # a peer may warn of what it likes
+def test_peers_that_are_installed_train(package, title):
+    pytest.importorskip(package)
+    contestant = timing.prepare(TOKENS.model(), find(f"{title} of {package}"), [TOKENS.batch()])
+    before = {name: p.clone() for name, p in contestant.model.named_parameters()}
+    contestant.train(1)
+    after = dict(contestant.model.named_parameters())
+    rest = {name for name in before if torch.equal(before[name], after[name])}
+    assert rest <= {"blocks.0.k.bias"}  # which attention does not notice
+    assert contestant.state_bytes > 0
+
+
+def test_muon_trains_every_parameter():
+    model = ViT(d=12, depth=1, heads=2, size=8, patch=4, classes=3)
+    muon = find("Muon").make(model)
+    trained = [p for part in muon.parts for group in part.param_groups for p in group["params"]]
+    assert len(trained) == len(set(trained)) == len(list(model.parameters()))
+
+
+# --- Command line -----------------------------------------------------------------------------------------
+
+
+def test_measures_stores_and_renders_again(tiny, tmp_path, capsys, monkeypatch):
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    page.write_text(f"before\n{report.BEGIN}\nwhat was there\n{report.END}\nafter\n")
+    out = tmp_path / "new" / "bench"
+    arguments = ["--out", str(out), "--page", str(page)]
+    few = ["--rounds", "1", "--every", "1", "2", "--dims", "32", "64"]
+    few += ["--only", "official singd diagonal", "ingot SINGD diagonal"]
+    command.main(["all", *few, *arguments])
+    captured = capsys.readouterr()
+    text = (out / "results.md").read_text()
+    assert captured.out.strip() == text.strip()
+    assert "gpt: round 1 of 1" in captured.err
+
+    results = Results.load(out / "results.json")
+    assert results.conditions["torch"] == torch.__version__
+    assert list(results.times) == list(results.memory) == ["mlp", "gpt"]
+    titles = ["SGD momentum", "AdamW", "official singd diagonal", "ingot SINGD diagonal"]
+    for model in results.times:
+        for title in titles:
+            assert f"| {title}" in text
+            assert title in results.memory[model]
+    assert results.scaling.dims == [32, 64]
+    assert len(results.fast_paths) == 3
+
+    rendered = page.read_text()
+    assert rendered.startswith(f"before\n{report.BEGIN}")
+    assert rendered.endswith(f"{report.END}\nafter\n")
+    assert "what was there" not in rendered
+    for figure in (report.TIME_FIGURE, report.MEMORY_FIGURE):
+        assert f"(images/{figure})" in rendered
+        assert (page.parent / "images" / figure).stat().st_size > 10_000
+    monkeypatch.setattr(report, "write_figures", lambda *_: None)  # which takes longest, and is done
+    command.main(["render", *arguments])
+    assert capsys.readouterr().out.strip() == text.strip()
+    assert page.read_text() == rendered
+
+
+@pytest.mark.parametrize("wrong", [["nothing"], ["times", "--models", "lenet"], ["times", "--rounds", "0"]])
+def test_what_cannot_be_measured_is_refused(wrong, capsys):
+    with pytest.raises(SystemExit):
+        command.main(wrong)
+    assert "error" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from torch import nn
 
 import ingot
 from ingot import rules, stability
+from ingot.scalars import root_mean_square
 from ingot.structures import bind, parse, registered
 from ingot.structures.base import power_iteration
 from tests.reference import inputs_and_gradients
@@ -228,8 +229,8 @@ def test_step_length(lr, scale, weight, relative):
     """Whatever the momentum's scale, weights change by lr, or by a share of themselves if that is less."""
     momentum = scale * torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weight_rms = torch.tensor(weight, dtype=torch.float64)
-    length = stability.step_length(lr, stability.root_mean_square([momentum]), weight_rms, 5, relative)
-    change = stability.root_mean_square([length * momentum]).item()
+    length = stability.step_length(lr, root_mean_square([momentum]), weight_rms, 5, relative)
+    change = float(root_mean_square([length * momentum]))
     bound = math.inf if relative is None else relative * max(weight, 15**-0.5)
     assert change == pytest.approx(min(lr, bound), rel=1e-5)
 

@@ -1,31 +1,25 @@
 """The benchmark of memory on small models: what it measures, and what is promised of it."""
 
-import importlib.util
 import json
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
+from benchmarks import state_memory
 from ingot.lab.train import state_bytes
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "state_memory.py"
 SMALL = {"vit": {"width": 48, "depth": 2}, "vgg16": {"width": 8}}
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("state_memory", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    module.WORKLOADS = {
-        name: module.Workload(name, partial(getattr(module, name), **size), batch=1)
-        for name, size in SMALL.items()
-    }
-    yield module
-    del sys.modules[spec.name]
+    with pytest.MonkeyPatch.context() as patch:
+        small = {
+            name: state_memory.Workload(name, partial(getattr(state_memory, name), **size), batch=1)
+            for name, size in SMALL.items()
+        }
+        patch.setattr(state_memory, "WORKLOADS", small)
+        yield state_memory
 
 
 @pytest.fixture(scope="module", params=list(SMALL))

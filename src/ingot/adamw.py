@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim.adamw import adamw
 
 from ingot.groups import Group
 from ingot.precision import computing, keeping, put
+from ingot.scalars import number
 
 KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 """The keys of a parameter's state, named as torch's AdamW names them."""
@@ -53,6 +55,7 @@ def step(params: list[Tensor], states: list[State], group: Group, noise: Noise) 
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=group["maximize"],
+        fused=_can_be_fused(values[0]),
     )
     for tensors, computed in zip(kept, values, strict=True):
         for index, (tensor, value) in enumerate(zip(tensors, computed, strict=True)):
@@ -67,13 +70,20 @@ def betas(group: Group) -> tuple[float, float]:
     return group["betas"] if group.get("betas") else (group["momentum"], 0.999)
 
 
+def _can_be_fused(params: list[Tensor]) -> bool | None:
+    """Whether torch has a single operation for all of it; elsewhere it chooses itself."""
+    on_cpu = all(p.device.type == "cpu" and p.is_floating_point() for p in params)
+    return True if on_cpu and not torch.compiler.is_compiling() else None
+
+
 def _finite(gradients: list[Tensor], states: list[State]) -> tuple[list[Tensor], list[int]]:
     """Gradients with zeros in place of those that are not finite, and where these are, as far as is known."""
-    finite = [norm.isfinite() for norm in torch._foreach_norm(gradients)]
-    known = all(flag.device.type == "cpu" for flag in finite)  # elsewhere it is not worth waiting for
-    if known and bool(torch.stack(finite).all()):
+    norms = torch._foreach_norm(gradients)
+    known = all(norm.device.type == "cpu" for norm in norms)  # elsewhere it is not worth waiting for
+    if known and math.isfinite(sum(float(number(norm)) for norm in norms)):
         return gradients, []
+    finite = [norm.isfinite() for norm in norms]
     for state, flag in zip(states, finite, strict=True):
         state["dropped"] = state.get("dropped", torch.zeros_like(flag, dtype=torch.float32)) + ~flag
-    bad = [index for index, flag in enumerate(finite) if not flag] if known else []
+    bad = [index for index, flag in enumerate(finite) if not number(flag)] if known else []
     return [torch.where(flag, g, 0) for flag, g in zip(finite, gradients, strict=True)], bad

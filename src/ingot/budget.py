@@ -161,7 +161,7 @@ class Choice:
 
     def keeps_products(self, layer: Layer) -> bool:
         """Whether K Kᵀ and C Cᵀ may be kept between updates: always, or if the budget has room for them."""
-        return self._with_products.get(_key(layer), True)
+        return not self._with_products or self._with_products.get(_key(layer), True)
 
     def extend(self, optimizer: NaturalGradient, layers: Mapping[nn.Parameter, Layer]) -> None:
         """Choose for those of all layers that nothing was chosen for yet; raises if not even diagonals fit.

@@ -54,7 +54,7 @@ class CollectingOptimizer(ModelOptimizer):
             x = x.to(k.entries) if x.is_floating_point() else x.to(k.entries.device)
             g = g.to(c.entries)
             use = Use(tap.adapter, tap.module, x, g, start=start, flipped=tap.flipped, constant=constant)
-            sums = sums_of_use(self.rule.statistic, (k, c), use, group["approx"])
+            sums = sums_of_use(self.rule, (k, c), use, group["approx"], self._now.grams)
         if not self._now.loss_is_seen:
             self._see_loss(layer, use, group)
         terms = use.batch * use.places if group["loss_average"] == "token" else use.batch

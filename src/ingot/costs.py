@@ -43,7 +43,7 @@ class Flops(NamedTuple):
 def layer_flops(
     rule: Rule,
     structures: Pair,
-    squares: tuple[Square | None, Square | None],
+    squares: tuple[Square, Square],
     shape: tuple[tuple[int, ...], int, int],
     uses: list[Use],
 ) -> Flops:
@@ -55,18 +55,19 @@ def layer_flops(
         if isinstance(rule, Inverting):
             gradient += prod(lead) * s.flops(columns)
             update += prod(lead) * s.product_flops
-            statistics += sum(matrices * s.flops(n) for matrices, n in seen)
         else:
-            gradient += prod(lead) * (2 * s.flops(columns) if square is None else 2 * square.numel * columns)
+            gradient += prod(lead) * (2 * square.numel * columns or 2 * s.flops(columns))
             # KᵀK and K m, and K Kᵀ where it is kept
-            update += prod(lead) * s.product_flops * (2 if square is None else 3)
-            statistics += sum(matrices * _curvature_flops(s, n) for matrices, n in seen)
+            update += prod(lead) * s.product_flops * (3 if square.numel else 2)
+        statistics += sum(matrices * _statistic_flops(rule, s, n) for matrices, n in seen)
     return Flops(gradient, update, statistics)
 
 
-def _curvature_flops(structure: Structure, rows: int) -> int:
-    """Those of Π̂(Kᵀ X Xᵀ K): KᵀX and its Gram matrix, or the Gram matrix of X between two products."""
-    if structure.gram_first(rows):
+def _statistic_flops(rule: Rule, structure: Structure, rows: int) -> int:
+    """Those of Π̂(X Xᵀ), of Kᵀ from both sides of it, or of KᵀX and its Gram matrix."""
+    if isinstance(rule, Inverting):
+        return structure.flops(rows)
+    if rule.takes_gram(structure, rows):
         return structure.flops(rows) + 2 * structure.product_flops
     return 2 * structure.flops(rows)
 
@@ -158,7 +159,7 @@ def _count(
     rows = batch * places if approx == "expand" else batch
     inputs = rows
     if isinstance(structures[1 if flipped else 0], Diagonal):
-        squares = claim.adapter.input_squares(claim.module, x, approx, output.dtype)
+        squares = claim.adapter.input_squares(claim.module, x, output, approx)
         inputs = rows if squares is None else 1
     uses.append(Use(prod(lead), *((rows, inputs) if flipped else (inputs, rows))))
     return output

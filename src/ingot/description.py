@@ -119,7 +119,7 @@ def planned_sizes(optimizer: NaturalGradient, layers: Mapping[nn.Parameter, Laye
 def cached_bytes(optimizer: NaturalGradient, layer: Layer) -> int:
     """What the products take that are kept of a layer's factors, in the dtype that is computed with."""
     dtype = computing(optimizer._state_dtype(layer.weight, optimizer.rule.keys[0]))
-    entries = sum(square.numel for square in optimizer._kept_squares(layer) if square is not None)
+    entries = sum(square.numel for square in optimizer._kept_squares(layer))
     return prod(layer.shape[0]) * entries * dtype.itemsize
 
 

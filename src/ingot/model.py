@@ -89,6 +89,7 @@ class Layer:
     taps: list[Tap] = field(default_factory=list)
     structures: Pair = field(init=False)  # of K and C, once the settings of the weight's group are known
     pending: Pending | None = None
+    kept: Any = None  # products of the factors, until these change
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from ingot.capture import Tap
 from ingot.groups import Group, check_group
 from ingot.model import Layer, find_layers
 from ingot.rules import Pair
+from ingot.statistics import Grams
 from ingot.watch import Watch
 
 
@@ -34,6 +35,7 @@ class Now:
     loss_is_seen: bool = False
     seen_loss: Any = None  # what the next step is to check of it
     curvature_pass: Any = None  # that statistics come from at the moment, if not from the loss's
+    grams: Grams = field(default_factory=Grams)
 
 
 class ModelOptimizer(Optimizer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -14,15 +14,16 @@ from ingot import adamw as adamw_steps
 from ingot import budget, checkpoints, health, rules, stability
 from ingot.budget import BudgetLike, Choice
 from ingot.checkpoints import SIZES
-from ingot.collecting import CollectingOptimizer
 from ingot.description import Description, describe
 from ingot.groups import AUTO, Group, Params, check_adamw, separate_adamw, structure_pair, trained_groups
-from ingot.model import Layer, find_layers, is_compiled, named_parameters, unwrapped
+from ingot.model import Layer, find_layers, is_compiled, unwrapped
 from ingot.model_optimizer import preconditionable
-from ingot.precision import computing, keeping, put, without_autocast
+from ingot.precision import computing, keeping, without_autocast
 from ingot.rules import NUMBERS, InverseFree, Inverting, Pair, Rule, Settings, Statistics
+from ingot.scalars import is_any
 from ingot.scaling import loss_scale
-from ingot.structures import Factory, Square, bind, resolve
+from ingot.stepping import SteppingOptimizer
+from ingot.structures import Factory, bind, resolve
 
 StructureLike: TypeAlias = str | Factory
 
@@ -38,7 +39,7 @@ PAPER: Mapping[str, Any] = {
 """Keyword values under which every optimizer takes exactly the paper's step: ``SINGD(model, **PAPER)``."""
 
 
-class NaturalGradient(CollectingOptimizer):
+class NaturalGradient(SteppingOptimizer):
     """The family's common optimizer; ``SINGD``, ``INGD``, ``IKFAC`` and ``KFAC`` say which rule it follows.
 
     Linear layers, convolutions, embeddings and attention are preconditioned, weight and bias together as one
@@ -177,13 +178,6 @@ class NaturalGradient(CollectingOptimizer):
             raise ValueError(f"layer {layer.name!r}: {error}") from None
         return pair
 
-    def _kept_squares(self, layer: Layer) -> tuple[Square | None, Square | None]:
-        """How K Kᵀ and C Cᵀ are kept between updates of the factors, where they are."""
-        group = self._group(layer.weight)
-        if not (group["cache_products"] and self._choice.keeps_products(layer)):
-            return None, None
-        return self.rule.kept_squares(layer.structures, group["precond_every"])
-
     def _is_due(self, layer: Layer) -> bool:
         group, steps = self._group(layer.weight), self.state.get(layer.weight, {}).get("steps", 0)
         return steps < group["precond_warmup"] or steps % group["precond_every"] == 0
@@ -288,6 +282,7 @@ class NaturalGradient(CollectingOptimizer):
         self._check_captured()
         scale = loss_scale() if self._fisher == "empirical" else None
         self._check_loss(scale)
+        self._now.grams.forget()
         with without_autocast({p.device.type for p in self._group_index}):
             self._step_all(scale)
         self._refresh()
@@ -296,13 +291,17 @@ class NaturalGradient(CollectingOptimizer):
 
     def _step_all(self, scale: Tensor | None) -> None:
         done: set[Tensor] = set()
+        # A layer that was never captured (its module's forward was bypassed) has no factors: AdamW's.
+        layers = [
+            layer
+            for layer in self._layers.values()
+            if layer.weight.grad is not None and self.rule.names[0] in self.state.get(layer.weight, {})
+        ]
+        self._update_factors(layers, scale)
+        for layer in layers:
+            self._step_layer(layer)
+            done.update(layer.parameters)
         for layer in self._layers.values():
-            # A layer that was never captured (its module's forward was bypassed) has no factors: AdamW's.
-            captured = self.rule.names[0] in self.state.get(layer.weight, {})
-            if layer.weight.grad is not None and captured:
-                self._update_factors(layer, scale)
-                self._step_layer(layer)
-                done.update(layer.parameters)
             layer.pending = None
         for group in self.param_groups:
             self._step_adamw(group, [p for p in group["params"] if p.grad is not None and p not in done])
@@ -347,24 +346,48 @@ class NaturalGradient(CollectingOptimizer):
                 stacklevel=4,
             )
 
-    def _update_factors(self, layer: Layer, scale: Tensor | None) -> None:
-        if layer.pending is None:
-            return
-        group, state, settings = self._group(layer.weight), self.state[layer.weight], self._settings(layer)
-        _, d_o, d_i = layer.shape
-        seen = layer.pending.scaled(d_i, d_o, group["loss_average"] is not None, scale)
-        dtype, factors = state[self.rule.names[0]].dtype, self._factors(layer)
-        seen = Statistics(*(value.to(factors[self.rule.names[0]].dtype) for value in seen))
-        new = self.rule.update(layer.structures, factors, seen, settings, state["updates"])
-        refused = new["skipped"] > factors.get("skipped", 0)
-        state |= {key: value.to(dtype) if key in self.rule.keys else value for key, value in new.items()}
-        state["updates"] += 1
-        if _is_known(refused):
-            self._reporter.note("statistics", layer.name)
-        if settings.max_factor_step is None:
-            norms = [new[key] for key in rules.NORMS if key in new]
-            if norms and _is_known(torch.stack([settings.precond_lr * norm.amax() > 2 for norm in norms])):
-                self._reporter.note("rate", layer.name)
+    def _update_factors(self, layers: Iterable[Layer], scale: Tensor | None) -> None:
+        """Let factors learn what their layers saw: those of the same kind at once, as one batch."""
+        alike: dict[Any, list[Layer]] = {}
+        for layer in layers:
+            if layer.pending is not None:
+                state = self.state[layer.weight]
+                size = sum(state[name].numel() for name in self.rule.names)
+                one = id(layer) if size > LARGE else None  # which would take more time to put together
+                entries = state[self.rule.names[0]]
+                key = (layer.structures, entries.shape, entries.dtype, entries.device, one)
+                alike.setdefault((*key, state["updates"], self._settings(layer)), []).append(layer)
+        for (*_, updates, settings), batch in alike.items():
+            self._update_batch(batch, settings, updates, scale)
+
+    def _update_batch(
+        self, layers: list[Layer], settings: Settings, updates: int, scale: Tensor | None
+    ) -> None:
+        factors = [self._factors(layer) for layer in layers]
+        seen = [self._seen(layer, scale) for layer in layers]
+        dtype = self.state[layers[0].weight][self.rule.names[0]].dtype
+        together = {key: _stacked([of[key] for of in factors]) for key in factors[0]}
+        statistics = Statistics(*(_stacked(list(values)) for values in zip(*seen, strict=True)))
+        new = self.rule.update(layers[0].structures, together, statistics, settings, updates)
+        new = {key: value.to(dtype) if key in self.rule.keys else value for key, value in new.items()}
+        for layer, before, after in zip(layers, factors, _parts(new, len(layers)), strict=True):
+            state = self.state[layer.weight]
+            state |= after
+            state["updates"] += 1
+            if is_any(after["skipped"] > before.get("skipped", 0)):
+                self._reporter.note("statistics", layer.name)
+            if settings.max_factor_step is None:
+                rates = [settings.precond_lr * after[key] for key in rules.NORMS if key in after]
+                if any(is_any(rate > 2) for rate in rates):
+                    self._reporter.note("rate", layer.name)
+
+    def _seen(self, layer: Layer, scale: Tensor | None) -> Statistics:
+        """The statistics since the last step, in the dtype of the computation."""
+        assert layer.pending is not None
+        (k, c), group = layer.structures, self._group(layer.weight)
+        seen = layer.pending.scaled(k.dim, c.dim, group["loss_average"] is not None, scale)
+        dtype = computing(self.state[layer.weight][self.rule.names[0]].dtype)
+        return Statistics(*(value.to(dtype) for value in seen))
 
     def _settings(self, layer: Layer) -> Settings:
         """The numbers of a layer's coming factor update."""
@@ -380,98 +403,20 @@ class NaturalGradient(CollectingOptimizer):
             rate = stability.warmed_rate(rate, updates)
         return Settings(rate, *(group[name] for name in Settings._fields[1:]))
 
-    def _step_layer(self, layer: Layer) -> None:
-        state, module = self.state[layer.weight], layer.module
-        factors = self._factors(layer)
-        gradients = [self._gradient(p) for p in layer.parameters]
-        matrix = layer.adapter.matrix(module, gradients[0], gradients[1] if layer.bias is not None else None)
-        matrix = matrix.to(factors[self.rule.names[0]].dtype)
-        natural = self.rule.precondition(layer.structures, factors, matrix)
-        natural = self._trusted(layer, matrix, natural)
-        updates = layer.adapter.parts(module, natural, layer.weight, layer.bias)
-        for p in layer.parameters:  # which AdamW may have trained for a while
-            for key in adamw_steps.KEYS & self.state[p].keys():
-                del self.state[p][key]
-        moved = [(p, u) for p, u in zip(layer.parameters, updates, strict=True) if p.grad is not None]
-        momenta = [self._momentum(p, update) for p, update in moved]
-        sizes = None
-        if self._group(layer.weight)["normalize_step"]:
-            sizes = stability.root_mean_square(momenta), stability.root_mean_square([layer.weight])
-        for (p, _), momentum in zip(moved, momenta, strict=True):
-            group = self._group(p)
-            lr, length = group["lr"], group["lr"]
-            if sizes is not None:
-                length = stability.step_length(lr, *sizes, matrix.shape[-1], group["max_relative_step"])
-            decay = lr * group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
-            value = p.to(computing(p.dtype))
-            rules.descend(value, momentum, length, decay)
-            if value is not p:
-                put(p, value, self._noise(p, state["steps"]))
-        state["steps"] += 1
 
-    def _gradient(self, p: nn.Parameter) -> Tensor:
-        if p.grad is None:
-            return torch.zeros_like(p)
-        return -p.grad if self._group(p)["maximize"] else p.grad
-
-    def _trusted(self, layer: Layer, gradient: Tensor, natural: Tensor) -> Tensor:
-        """A natural gradient, or zero in the place of one that is not finite or out of all proportion."""
-        state, group = self.state[layer.weight], self._group(layer.weight)
-        size = stability.root_mean_square([natural])
-        trusted = size.isfinite()
-        if group["normalize_step"]:
-            trusted = stability.is_usual(size, state["size"], state["steps"])
-            state["size"] = stability.usual_size(state["size"], size, trusted)
-        if layer.pending is not None:
-            plain = stability.root_mean_square([gradient])
-            gain = size / plain.clamp_min(torch.finfo(plain.dtype).tiny)
-            state["gain"] = torch.where(trusted & gain.isfinite(), gain, state["gain"])
-        if _is_known(trusted):
-            return natural
-        state["dropped"] = state["dropped"] + ~trusted
-        if _is_known(~trusted):
-            self._reporter.note("gradient", layer.name)
-        return natural.masked_fill(~trusted, 0.0)
-
-    def _noise(self, p: Tensor, step: int) -> torch.Generator | None:
-        """Random numbers to round a parameter with.
-
-        They depend on the parameter and the step alone, so that a resumed run goes on as it would have, and
-        replicas of a model stay the same.
-        """
-        if not self._group(p)["stochastic_rounding"] or p.dtype != torch.bfloat16:
-            return None
-        return torch.Generator(p.device).manual_seed((step << 20) + self._positions[p])
-
-    def _momentum(self, p: nn.Parameter, update: Tensor) -> Tensor:
-        """A parameter's momentum with the update added, and the weight decay where the paper adds it."""
-        group, state = self._group(p), self.state[p]
-        if group["weight_decay"] and not group["decoupled_weight_decay"]:
-            update = update + group["weight_decay"] * p.to(update.dtype)
-        if not group["momentum"]:
-            return update
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p, dtype=keeping(p.dtype))
-        return rules.accumulate(state["momentum_buffer"], update, group["momentum"])
-
-    def _step_adamw(self, group: Group, params: list[Tensor]) -> None:
-        if not params:
-            return
-        for p in params:
-            if p.grad is not None and p.grad.is_sparse:
-                raise RuntimeError("gradients must be dense: build the embedding with sparse=False")
-            if "exp_avg" not in self.state[p]:
-                self.state[p] |= adamw_steps.start(p)
-        bad = adamw_steps.step(params, [self.state[p] for p in params], group, self._noise)
-        if bad:
-            for name, p in named_parameters(self._watch.model).items():
-                if p in bad:
-                    self._reporter.note("gradient", name)
+LARGE = 1 << 16
+"""Factors of more entries than this are updated one layer at a time: there, the operations take the time."""
 
 
-def _is_known(flag: Tensor) -> bool:
-    """Whether a flag is up, where that can be seen without waiting for a device."""
-    return flag.device.type == "cpu" and bool(flag.any())
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
+
+
+def _parts(state: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """A batch of states one by one, each in memory of its own."""
+    if count == 1:
+        return [state]
+    return [{key: value[index].clone() for key, value in state.items()} for index in range(count)]
 
 
 _NOT_SETTINGS = ("self", "model", "params", "memory_budget", "adamw", "fisher", "__class__")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ingot.precision import computing
+from ingot.scalars import is_known
 from ingot.stability import (
     MIN_DAMPING,
     NO_CURVATURE,
@@ -26,6 +27,7 @@ from ingot.stability import (
     is_finite,
 )
 from ingot.structures import Square, Structure
+from ingot.structures.base import InTurn, Symmetric
 
 
 class Factor(NamedTuple):
@@ -33,6 +35,22 @@ class Factor(NamedTuple):
 
     structure: Structure
     entries: Tensor
+
+
+class Product(NamedTuple):
+    """K Kᵀ or C Cᵀ (KFAC: an inverse), as gradients are multiplied with it."""
+
+    square: Square
+    entries: Tensor
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        """Its product with X; ``out`` is a place for it."""
+        return self.square.apply(self.entries, x, out)
+
+    def apply_right(self, x: Tensor) -> Tensor:
+        """The product of X with it, in the place of X if that is possible."""
+        out = x if self.square.works_in_place else torch.empty_like(x)
+        return self.apply(x.mT, out.mT).mT
 
 
 # --- The inverse-free family ----------------------------------------------------------------------------
@@ -71,10 +89,9 @@ def move(factor: Factor, m: Tensor, lr: Tensor | float) -> Tensor:
     return factor.entries - lr * factor.structure.matmul(factor.entries, m)
 
 
-def natural_gradient(k: Factor, c: Factor, gradient: Tensor) -> Tensor:
-    """C Cᵀ ∇W K Kᵀ."""
-    left = c.structure.apply(c.entries, c.structure.apply_t(c.entries, gradient))
-    return k.structure.apply(k.entries, k.structure.apply_t(k.entries, left.mT)).mT
+def natural_gradient(k: Product, c: Product, gradient: Tensor) -> Tensor:
+    """C Cᵀ ∇W K Kᵀ, or S_C⁻¹ ∇W S_K⁻¹ for KFAC."""
+    return k.apply_right(c.apply(gradient, torch.empty_like(gradient)))
 
 
 # --- KFAC, which inverts --------------------------------------------------------------------------------
@@ -88,32 +105,6 @@ def moving_average(old: Tensor, new: Tensor, rate: float) -> Tensor:
 def damped_inverse(structure: Structure, s: Tensor, damping: Tensor | float) -> Tensor:
     """(S + λ I)⁻¹."""
     return structure.inverse(s + damping * structure.identity_like(s))
-
-
-def kfac_gradient(inverse_k: Factor, inverse_c: Factor, gradient: Tensor) -> Tensor:
-    """S_C⁻¹ ∇W S_K⁻¹, for symmetric inverses."""
-    left = inverse_c.structure.apply(inverse_c.entries, gradient)
-    return inverse_k.structure.apply(inverse_k.entries, left.mT).mT
-
-
-# --- The weight step ------------------------------------------------------------------------------------
-
-
-def accumulate(momentum: Tensor, update: Tensor, rate: float) -> Tensor:
-    """The momentum α₂ m + update, in place."""
-    if computing(momentum.dtype) == momentum.dtype:
-        return momentum.mul_(rate).add_(update)
-    return momentum.copy_(momentum.to(update.dtype).mul_(rate).add_(update))  # rounded once
-
-
-def descend(weight: Tensor, momentum: Tensor, length: Tensor | float, decay: Tensor | float) -> None:
-    """W ← (1 - decay) W - length m, in place."""
-    if isinstance(decay, Tensor) or decay:
-        weight.mul_(1 - decay)
-    if isinstance(length, Tensor):
-        weight.addcmul_(momentum.to(weight.dtype), length.to(weight.dtype), value=-1)
-    else:
-        weight.sub_(momentum, alpha=length)
 
 
 # --- The rules as the optimizer calls them --------------------------------------------------------------
@@ -162,11 +153,13 @@ class Rule(ABC):
     """How a member of the family keeps its factors: what it stores, how it updates, how it preconditions.
 
     The state of a layer is a dict of flat tensors. ``start`` and ``update`` return new tensors and change
-    nothing. ``names`` are the state's keys for the K and the C side, ``keys`` those of all factors and
+    nothing. ``names`` are the state's keys for the K and the C side, ``applied`` those of what
+    gradients are multiplied with, ``keys`` those of all factors and
     momenta, which are kept in the factors' dtype; ``NUMBERS`` are kept in that of the computation.
     """
 
     names: ClassVar[tuple[str, str]]
+    applied: ClassVar[tuple[str, str]]
     keys: ClassVar[tuple[str, ...]]
     numbers: ClassVar[tuple[str, ...]] = COUNTS
 
@@ -186,16 +179,21 @@ class Rule(ABC):
         """What a batch's columns contribute to one side's statistics."""
 
     @abstractmethod
-    def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
-        """The natural gradient of the layer's matrix."""
+    def takes_gram(self, structure: Structure, n: int) -> bool:
+        """Whether the statistic of n columns is to be had from their Gram matrix alone, and sooner."""
 
     @abstractmethod
+    def statistic_of_gram(self, factor: Factor, gram: Tensor) -> Tensor:
+        """The statistic of columns whose Gram matrix is given."""
+
     def preconditioners(self, structures: Pair, state: State) -> tuple[Factor, Factor]:
         """What gradients are multiplied with: K and C, or KFAC's inverses."""
+        k, c = (Factor(s, state[name]) for s, name in zip(structures, self.applied, strict=True))
+        return k, c
 
-    def kept_squares(self, structures: Pair, every: int) -> tuple[Square | None, Square | None]:
-        """How K Kᵀ and C Cᵀ are kept for so many steps, where that saves more time than it takes."""
-        return None, None
+    @abstractmethod
+    def squares(self, structures: Pair, kept_for: int) -> tuple[Square, Square]:
+        """How gradients are multiplied with K Kᵀ and C Cᵀ, if products may be kept for so many steps."""
 
     def update(
         self, structures: Pair, state: State, seen: Statistics, settings: Settings, updates: int
@@ -206,8 +204,11 @@ class Rule(ABC):
         After repeated trouble they start anew.
         """
         new, alive, exploded = self._proposed(structures, state, seen, settings, updates)
-        sound = is_finite(*seen) & (is_finite(*new.values()) | ~alive) & ~exploded
         skipped, trouble = (state.get(key, torch.zeros_like(seen.trace_u)) for key in COUNTS)
+        sound = (is_finite(*seen, *new.values()) | ~alive) & ~exploded
+        if is_known(sound & alive & (trouble == 0)):  # as nearly always: nothing to choose from
+            return new | {"skipped": skipped, "trouble": trouble}
+        sound = sound & is_finite(*seen)
         trouble = torch.where(sound, 0, trouble + 1)
         anew = trouble >= PATIENCE
         fresh = self.start(structures, new[self.names[0]], (), settings)
@@ -227,10 +228,11 @@ class Rule(ABC):
             yes = torch.ones_like(seen.trace_u, dtype=torch.bool)
             return new, yes, ~yes
         old = {name: state.get(name, torch.zeros_like(seen.trace_u)) for name in TRACES}
+        was_alive = _alive(old)
         traces = self._traces(old, seen, updates)
         dampings, alive = self.dampings(traces, settings), _alive(traces)
-        if settings.factor_start == "trace":
-            state, seen = self._begun(state, seen, traces, dampings, alive & ~_alive(old))
+        if settings.factor_start == "trace" and not is_known(was_alive):
+            state, seen = self._begun(state, seen, traces, dampings, alive & ~was_alive)
         # No curvature so far (a branch may begin at zero) says nothing of its scale: the factors wait.
         new = traces | self._updated(structures, state, seen, settings, dampings)
         exploded = has_exploded(old["trace_u"], seen.trace_u) | has_exploded(old["trace_g"], seen.trace_g)
@@ -279,7 +281,7 @@ class InverseFree(Rule):
     """INGD and SINGD (adaptive traces) and IKFAC (none): K and C move, nothing is inverted."""
 
     adaptive: bool
-    names = ("K", "C")
+    names = applied = ("K", "C")
     keys = ("K", "C", "m_K", "m_C")
     numbers = (*COUNTS, *NORMS)
 
@@ -296,15 +298,15 @@ class InverseFree(Rule):
     def statistic(self, factor: Factor, x: Tensor) -> Tensor:
         return curvature(factor, x)
 
-    def preconditioners(self, structures: Pair, state: State) -> tuple[Factor, Factor]:
-        return Factor(structures[0], state["K"]), Factor(structures[1], state["C"])
+    def takes_gram(self, structure: Structure, n: int) -> bool:
+        return structure.gram_first(n)
 
-    def kept_squares(self, structures: Pair, every: int) -> tuple[Square | None, Square | None]:
+    def statistic_of_gram(self, factor: Factor, gram: Tensor) -> Tensor:
+        return factor.structure.sandwich(factor.entries, gram)
+
+    def squares(self, structures: Pair, kept_for: int) -> tuple[Square, Square]:
         k, c = structures
-        return _kept_square(k, c.dim * every), _kept_square(c, k.dim * every)
-
-    def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
-        return natural_gradient(*self.preconditioners(structures, state), gradient)
+        return _square(k, c.dim * kept_for), _square(c, k.dim * kept_for)
 
     def _begun(
         self, state: State, seen: Statistics, traces: State, dampings: Dampings, begins: Tensor
@@ -335,16 +337,18 @@ class InverseFree(Rule):
         return new
 
 
-def _kept_square(structure: Structure, columns: int) -> Square | None:
+def _square(structure: Structure, columns: int) -> Square:
     """A Aᵀ takes as long as A times as many columns as it has entries a row, which it saves each time."""
     square = structure.square
-    return square if square is not None and square.numel < columns * structure.dim else None
+    pays = square is not None and square.numel < columns * structure.dim
+    return square if square is not None and pays else InTurn(structure)
 
 
 class Inverting(Rule):
     """KFAC: S_K and S_C are moving averages, damped and inverted at every update."""
 
     names = ("S_K", "S_C")
+    applied = ("S_K_inverse", "S_C_inverse")
     keys = ("S_K", "S_C", "S_K_inverse", "S_C_inverse")
 
     def check(self, structures: Pair, momentum: float) -> None:
@@ -365,12 +369,14 @@ class Inverting(Rule):
     def statistic(self, factor: Factor, x: Tensor) -> Tensor:
         return factor.structure.gram(x)
 
-    def preconditioners(self, structures: Pair, state: State) -> tuple[Factor, Factor]:
-        k, c = (Factor(s, state[f"{name}_inverse"]) for s, name in zip(structures, self.names, strict=True))
-        return k, c
+    def takes_gram(self, structure: Structure, n: int) -> bool:
+        return True
 
-    def precondition(self, structures: Pair, state: State, gradient: Tensor) -> Tensor:
-        return kfac_gradient(*self.preconditioners(structures, state), gradient)
+    def statistic_of_gram(self, factor: Factor, gram: Tensor) -> Tensor:
+        return gram
+
+    def squares(self, structures: Pair, kept_for: int) -> tuple[Square, Square]:
+        return Symmetric(structures[0]), Symmetric(structures[1])
 
     def _begun(
         self, state: State, seen: Statistics, traces: State, dampings: Dampings, begins: Tensor

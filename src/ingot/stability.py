@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ingot.precision import computing
+from ingot import scalars
+from ingot.scalars import Flag, Number, greatest, least, no, where
 
 # --- The step of the factors ----------------------------------------------------------------------------
 
@@ -25,24 +26,28 @@ def warmed_rate(lr: float, updates: int) -> float:
 # --- The step of the weights ----------------------------------------------------------------------------
 
 
-def root_mean_square(tensors: list[Tensor]) -> Tensor:
-    """The root mean square of all entries together."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=computing(tensor.dtype)) for tensor in tensors]
-    return torch.stack(norms).norm() / sum(tensor.numel() for tensor in tensors) ** 0.5
+def may_bind(lr: float, d_i: int, max_relative: float) -> bool:
+    """Whether the bound on a step may be below the learning rate, for weights of no matter what size."""
+    return lr > max_relative * (3 * d_i) ** -0.5
 
 
 def step_length(
-    lr: Tensor | float, momentum_rms: Tensor, weight_rms: Tensor, d_i: int, max_relative: float | None
-) -> Tensor:
+    lr: Number, momentum_rms: Number, weight_rms: Number, d_i: int, max_relative: float | None
+) -> Number:
     """What a layer's momentum is multiplied with so that its weights change by about ``lr``, as AdamW's do.
 
     The root mean square of the change is ``lr``, and at most ``max_relative`` of that of the weights
     themselves (or of PyTorch's initial weights, if these are larger).
     """
-    length = torch.as_tensor(lr, dtype=momentum_rms.dtype, device=momentum_rms.device)
     if max_relative is not None:
-        length = torch.minimum(length, max_relative * weight_rms.clamp_min((3 * d_i) ** -0.5))
-    return length / momentum_rms.clamp_min(torch.finfo(momentum_rms.dtype).tiny)
+        bound = max_relative * greatest(weight_rms, (3 * d_i) ** -0.5)
+        lr = where(bound < lr, bound, lr)
+    return lr / at_least_tiny(momentum_rms)
+
+
+def at_least_tiny(value: Number) -> Number:
+    """A size to divide by."""
+    return greatest(value, torch.finfo(value.dtype if isinstance(value, Tensor) else torch.float32).tiny)
 
 
 # --- What must not enter the factors or the weights -----------------------------------------------------
@@ -50,8 +55,8 @@ def step_length(
 EXPLOSION = 1e6
 """A batch whose tr(U) or tr(G) is so many times its moving average says nothing of the curvature."""
 
-OUTLIER = 1e3
-"""A natural gradient so many times its usual size says nothing of where to go."""
+OUTLIER = 300
+"""A momentum so many times its usual size comes of a gradient that says nothing of where to go."""
 
 NO_CURVATURE = 1e-30
 """Traces below this are round-off. The factors that fit them could not be squared in float32."""
@@ -68,8 +73,8 @@ MIN_DAMPING = 1e-6
 
 def is_finite(*entries: Tensor) -> Tensor:
     """Whether all entries of these elements are finite, with squares that float32 can hold, ``[..., 1]``."""
-    sums = [e.square().sum(-1, keepdim=True).float() for e in entries]
-    return torch.stack(torch.broadcast_tensors(*sums)).isfinite().all(0)
+    sizes = [e if e.shape[-1] == 1 else torch.linalg.vector_norm(e, dim=-1, keepdim=True) for e in entries]
+    return torch.cat(sizes, dim=-1).float().square().sum(-1, keepdim=True).isfinite()
 
 
 def has_exploded(average: Tensor, new: Tensor) -> Tensor:
@@ -77,18 +82,18 @@ def has_exploded(average: Tensor, new: Tensor) -> Tensor:
     return (average > 0) & (new > EXPLOSION * average)
 
 
-def is_usual(size: Tensor, usual: Tensor, steps: int) -> Tensor:
-    """Whether a natural gradient has a size that can be trusted: finite, and not far beyond the usual."""
+def is_usual(size: Number, usual: Number, steps: int) -> Flag:
+    """Whether a new momentum has a size that can be trusted: finite, and not far beyond the usual."""
     is_outlier = (usual > 0) & (size > OUTLIER * usual) & (steps >= SETTLED_STEPS)
-    return size.isfinite() & ~is_outlier
+    return scalars.is_finite(size) & no(is_outlier)
 
 
-def usual_size(usual: Tensor, size: Tensor, trusted: Tensor) -> Tensor:
+def usual_size(usual: Number, size: Number, trusted: Flag) -> Number:
     """The moving average of sizes, which follows slowly where they fall: a layer may rest for a while.
 
     A size that is not trusted makes more usual, since the next may be like it. No gradient has no size.
     """
-    risen = (100 * usual).clamp_max(torch.finfo(usual.dtype).max / 2 / OUTLIER)
-    rate = torch.where(size > usual, 0.1, 0.01)
-    average = torch.where(usual > 0, usual + rate * (size - usual), size)
-    return torch.where(trusted, torch.where(size > 0, average, usual), risen)
+    risen = least(100 * usual, torch.finfo(torch.float32).max / 2 / OUTLIER)
+    rate = where(size > usual, 0.1, 0.01)
+    average = where(usual > 0, usual + rate * (size - usual), size)
+    return where(trusted, where(size > 0, average, usual), risen)

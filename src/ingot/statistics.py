@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ingot.layers import LayerAdapter, gradient_rows, input_rows
-from ingot.rules import Factor, Statistics
-from ingot.structures import Diagonal
+from ingot.layers import LayerAdapter, columns
+from ingot.rules import Factor, Rule, Statistics
+from ingot.structures import Diagonal, Structure
+from ingot.structures.base import beside
+
+CHUNK = 1 << 21
+"""Inputs that grow when they are unfolded are taken in parts of about so many numbers, to save memory."""
 
 
 class Sums(NamedTuple):
@@ -59,6 +63,23 @@ class Use:
         self.constant = constant  # what the layer's bias is multiplied with, if it has one
         self.gradients = adapter.output_gradients(module, x, g)
         self.batch, self.places = self.gradients.shape[-3:-1]
+
+    def gradient_columns(self, approx: str) -> Tensor:
+        """The columns whose outer products sum up to G, but for the scale of the loss, ``[..., d_o, n]``."""
+        return columns(self.gradients) if approx == "expand" else self.gradients.sum(-2).mT
+
+    def input_columns(self, approx: str) -> Iterator[Tensor]:
+        """The columns whose mean outer product is U, ``[..., d_i, n]``, in one or several parts."""
+        if approx == "reduce":
+            yield self.adapter.mean_inputs(self.module, self.x, self.g).mT
+            return
+        parts = [(self.x, self.g)]
+        size = self.x.numel() * self.adapter.growth(self.module)
+        if size > max(CHUNK, self.x.numel()) and len(self.x) == self.batch:
+            samples = max(1, CHUNK * self.batch // size)
+            parts = list(zip(self.x.split(samples), self.g.split(samples), strict=True))
+        for x, g in parts:
+            yield columns(self.adapter.inputs(self.module, x, g))
 
 
 class Pending:
@@ -127,30 +148,19 @@ def _added(a: Statistics, b: Statistics) -> Statistics:
     )
 
 
-def sums_of_use(
-    statistic: Callable[[Factor, Tensor], Tensor], factors: tuple[Factor, Factor], use: Use, approx: str
-) -> Sums:
+def sums_of_use(rule: Rule, factors: tuple[Factor, Factor], use: Use, approx: str, grams: Grams) -> Sums:
     """The statistics of one use, not yet divided by anything."""
-    of_k, of_c = factors
-    gradients = gradient_rows(use.gradients, approx)
+    all_matrices = factors[0].entries.shape[:-1]
+    used = slice(use.start, use.start + use.gradients.shape[0]) if all_matrices else slice(None)
+    of_k, of_c = (Factor(s, entries[used]) for s, entries in factors)
+    of_inputs, of_gradients = (of_c, of_k) if use.flipped else (of_k, of_c)
+    of_bias = (None, use.constant) if use.flipped else (use.constant, None)
+    inputs = _inputs(rule, of_inputs, use, approx, of_bias[0], grams)
+    gradients = _side(rule, of_gradients, use.gradient_columns(approx), of_bias[1])
+    (k, square_k), (c, square_c) = (gradients, inputs) if use.flipped else (inputs, gradients)
     count = use.batch * use.places if approx == "expand" else use.batch
-    inputs = _input_rows(use, approx, of_c if use.flipped else of_k)
-    in_k, in_c = (gradients, inputs) if use.flipped else (inputs, gradients)
-    if use.constant is not None:
-        # The bias is the weight of a constant input, which is 1 in each of the rows or of those they sum up.
-        one = use.constant * (count / in_k.shape[-2]) ** 0.5
-        in_k = torch.cat((in_k, in_k.new_full((*in_k.shape[:-1], 1), one)), dim=-1)
-    all_matrices = of_k.entries.shape[:-1]
-    used = slice(use.start, use.start + in_k.shape[0]) if all_matrices else slice(None)
-    (s_k, k), (s_c, c) = of_k, of_c
-    sums = Sums(
-        k=statistic(Factor(s_k, k[used]), in_k.mT),
-        c=statistic(Factor(s_c, c[used]), in_c.mT),
-        square_k=in_k.square().sum((-2, -1)).unsqueeze(-1),
-        square_c=in_c.square().sum((-2, -1)).unsqueeze(-1),
-        rows=count,
-    )
-    if not all_matrices or in_k.shape[0] == all_matrices[0]:
+    sums = Sums(k, c, square_k, square_c, count)
+    if not all_matrices or used.stop - used.start == all_matrices[0]:
         return sums
     # Only some of the layer's matrices were used: zeros for the others, and counts of their own.
     sums = sums._replace(rows=torch.full_like(sums.square_k, count))
@@ -158,10 +168,57 @@ def sums_of_use(
     return Sums(*(pad(value, around) for value in sums if isinstance(value, Tensor)))
 
 
-def _input_rows(use: Use, approx: str, factor: Factor) -> Tensor:
-    """The inputs; one row of root sums of squares where that is all a diagonal factor needs."""
+Side: TypeAlias = tuple[Tensor, Tensor]
+"""One side's statistic and the sum of its squares, ``[..., 1]``."""
+
+
+def _side(rule: Rule, factor: Factor, x: Tensor, constant: float | None) -> Side:
+    structure = factor.structure
+    if rule.takes_gram(structure, x.shape[-1]):
+        return _of_gram(rule, factor, structure.gram_beside(x, constant))
+    x = x if constant is None else beside(x, constant)
+    return rule.statistic(factor, x), x.square().sum((-2, -1)).unsqueeze(-1)
+
+
+def _of_gram(rule: Rule, factor: Factor, gram: Tensor) -> Side:
+    structure = factor.structure
+    return rule.statistic_of_gram(factor, gram), structure.mean_trace(gram) * structure.dim
+
+
+def _inputs(rule: Rule, factor: Factor, use: Use, approx: str, constant: float | None, grams: Grams) -> Side:
+    """The side of the inputs, by the cheapest way there is."""
     if isinstance(factor.structure, Diagonal):
-        squares = use.adapter.input_squares(use.module, use.x, approx, use.g.dtype)
+        squares = use.adapter.input_squares(use.module, use.x, use.g, approx)
         if squares is not None:
-            return squares.sqrt().unsqueeze(-2)
-    return input_rows(use.adapter.inputs(use.module, use.x, use.g), approx)
+            rows = use.batch * (use.places if approx == "expand" else 1)
+            squares = squares if constant is None else pad(squares, (0, 1), value=rows * constant**2)
+            return _of_gram(rule, factor, squares)
+    chunks = use.input_columns(approx)
+    x = next(chunks)
+    rest = [_side(rule, factor, chunk, constant) for chunk in chunks]
+    if rest:
+        found, total = zip(_side(rule, factor, x, constant), *rest, strict=True)
+        return torch.stack(found).sum(0), torch.stack(total).sum(0)
+    if not rule.takes_gram(factor.structure, x.shape[-1]):
+        return _side(rule, factor, x, constant)
+    return _of_gram(rule, factor, grams.of(factor.structure, x, constant))
+
+
+class Grams:
+    """The Gram matrix of the last inputs: layers beside each other, such as q, k and v, share it."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, Tensor, Tensor] | None = None
+
+    def forget(self) -> None:
+        """Let go of the inputs, which are kept so that no others take their place in memory."""
+        self._last = None
+
+    def of(self, structure: Structure, x: Tensor, constant: float | None) -> Tensor:
+        """Π̂(X Xᵀ), which is taken once for the same X, and once for matrices that share it."""
+        key = structure, constant, x.data_ptr(), x.shape, x.stride(), x._version, x.dtype
+        if self._last is None or self._last[0] != key:
+            shared = x.ndim == 3 and x.stride(0) == 0
+            gram = structure.gram_beside(x[:1] if shared else x, constant)
+            self._last = key, x, gram.expand(x.shape[0], -1) if shared else gram
+        return self._last[2]

@@ -114,21 +114,27 @@ def test_the_normal_form_is_the_layer(module, shape):
     if bias is not None:
         a = torch.cat((a, torch.ones_like(a[..., :1])), dim=-1)
 
-    weights = adapter.matrix(module, module.weight, bias)
+    weights = _with_bias(adapter.weight_matrix(module, module.weight), bias)
     outputs = (a.flatten(-3, -2) @ weights.mT).unflatten(-2, a.shape[-3:-1])
     torch.testing.assert_close(adapter.output_gradients(module, x, y), outputs)
     summed = g.flatten(-3, -2).mT @ a.flatten(-3, -2)
-    bias_gradient = None if bias is None else bias.grad
-    torch.testing.assert_close(adapter.matrix(module, module.weight.grad, bias_gradient), summed)
+    gradients = adapter.weight_matrix(module, module.weight.grad)
+    torch.testing.assert_close(_with_bias(gradients, None if bias is None else bias.grad), summed)
+    matrix = adapter.weight_matrix(module, module.weight)
+    assert torch.equal(adapter.matrix_weight(module, matrix, module.weight), module.weight)
 
-    parts = adapter.parts(module, weights, module.weight, bias)
-    for part, p in zip(parts, [module.weight] if bias is None else [module.weight, bias], strict=True):
-        assert torch.equal(part, p)
-
+    a = a[..., :d_i]
+    torch.testing.assert_close(adapter.mean_inputs(module, x, gradient), a.mean(-2))
     for approx, rows in (("expand", a.flatten(-3, -2)), ("reduce", a.mean(-2))):
-        squares = adapter.input_squares(module, x, approx, torch.float64)
+        squares = adapter.input_squares(module, x, gradient, approx)
         if squares is not None:
             torch.testing.assert_close(squares, rows.square().sum(-2))
+
+
+def _with_bias(matrix, bias):
+    if bias is None:
+        return matrix
+    return torch.cat((matrix, bias.reshape(*matrix.shape[:-1], 1)), dim=-1)
 
 
 def test_an_output_size_that_is_asked_for():

@@ -44,6 +44,7 @@ BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
     "max_factor_step": (f"{BELOW_1}, or None", (1.0, -0.1, NAN, "x")),
     "relative_damping": ("True or False", TRUTH),
     "factor_start": ("'identity' or 'trace'", ("zero", None)),
+    "cache_products": ("True or False", TRUTH),
     "normalize_step": ("True or False", TRUTH),
     "max_relative_step": (f"{AT_LEAST_0}, or None", (-1, NAN, "x")),
     "decoupled_weight_decay": ("True or False", TRUTH),

@@ -170,7 +170,7 @@ def test_the_watch_sees_what_is_allocated(full):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("by_columns", [False, True])
 def test_squares_are_those_of_the_matrices(text, dtype, by_columns):
-    """A Aᵀ as it is kept, applied to matrices that are stored by rows and by columns, alone and in batches."""
+    """A Aᵀ as it is kept, applied to matrices stored by rows and by columns, alone and in batches."""
     for dim in DIMS:
         s = bind(parse(text), dim)
         if s.square is None:

@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 
@@ -70,7 +69,15 @@ class LayerAdapter(Family):
     def output_gradients(self, module: Any, x: Tensor, g: Tensor) -> Tensor:
         """The gradient of the output of a use as ``[..., batch, shared, d_o]``, given with its input."""
 
-    def input_squares(self, module: Any, x: Tensor, approx: str, dtype: torch.dtype) -> Tensor | None:
+    def mean_inputs(self, module: Any, x: Tensor, g: Tensor) -> Tensor:
+        """The mean of ``inputs`` over the places, ``[..., batch, d_i]``."""
+        return self.inputs(module, x, g).mean(-2)
+
+    def growth(self, module: Any) -> int:
+        """How many times larger ``inputs`` is than the input."""
+        return 1
+
+    def input_squares(self, module: Any, x: Tensor, g: Tensor, approx: str) -> Tensor | None:
         """The sum over rows of the squared inputs, ``[..., d_i]``, if that is cheaper than the rows.
 
         It is all that a diagonal K needs.
@@ -86,23 +93,14 @@ class LayerAdapter(Family):
 
     def weight_matrix(self, module: Any, weight: Tensor) -> Tensor:
         """The weight (or its gradient) as ``[..., d_o, d_i]``."""
+        if self.transposed:
+            return weight.mT
         lead, d_o, d_i = self.shape(module)
-        return weight.mT if self.transposed else weight.reshape(*lead, d_o, d_i)
+        return weight.reshape(*lead, d_o, d_i)
 
     def matrix_weight(self, module: Any, matrix: Tensor, weight: Tensor) -> Tensor:
         """The inverse of ``weight_matrix``: a matrix in the shape of the weight."""
         return matrix.mT if self.transposed else matrix.reshape(weight.shape)
-
-    def matrix(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Weight and bias (or their gradients) as one matrix ``[..., d_o, d_i (+ 1)]``, the bias last."""
-        matrix = self.weight_matrix(module, weight)
-        return matrix if bias is None else torch.cat((matrix, bias.reshape(*matrix.shape[:-1], 1)), dim=-1)
-
-    def parts(self, module: nn.Module, matrix: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-        """The inverse of ``matrix``, in the shapes of weight and bias."""
-        if bias is None:
-            return [self.matrix_weight(module, matrix, weight)]
-        return [self.matrix_weight(module, matrix[..., :-1], weight), matrix[..., -1].reshape(bias.shape)]
 
     # A module of one layer: its forward is the one use.
 
@@ -150,11 +148,6 @@ def family_of(module: nn.Module) -> Family | None:
     return None
 
 
-def input_rows(a: Tensor, approx: str) -> Tensor:
-    """The rows whose mean outer product is U."""
-    return a.flatten(-3, -2) if approx == "expand" else a.mean(-2)
-
-
-def gradient_rows(g: Tensor, approx: str) -> Tensor:
-    """The rows whose outer products sum up to G, but for the scale of the loss."""
-    return g.flatten(-3, -2) if approx == "expand" else g.sum(-2)
+def columns(x: Tensor) -> Tensor:
+    """``[..., batch, shared, d]`` as columns ``[..., d, n]``."""
+    return x.movedim(-1, -3).flatten(-2)  # in this order, what is stored by features is not turned around

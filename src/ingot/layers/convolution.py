@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -21,16 +22,56 @@ class PatchAdapter(LayerAdapter):
         lead = (groups,) if groups > 1 else ()
         return lead, module.out_channels // groups, module.in_channels // groups * prod(module.kernel_size)
 
+    def growth(self, module: Any) -> int:
+        return prod(module.kernel_size)
+
     def inputs(self, module: Any, x: Tensor, g: Tensor) -> Tensor:
         x, g = _batched(module, x), _batched(module, g)
-        return self._grouped(module, self.patches(module, x, g.shape[2:]).flatten(1, -2))
+        patches = self.patches(module, x, g.shape[2:])  # [channels, *kernel, batch, *places]
+        features = patches.unflatten(0, (module.groups, -1)).flatten(-len(g.shape[2:]))
+        features = features.reshape(module.groups, -1, *features.shape[-2:]).permute(0, 2, 3, 1)
+        return features if module.groups > 1 else features[0]
 
     def output_gradients(self, module: Any, x: Tensor, g: Tensor) -> Tensor:
         return self._grouped(module, _batched(module, g).flatten(2))
 
+    def mean_inputs(self, module: Any, x: Tensor, g: Tensor) -> Tensor:
+        places = _batched(module, g).shape[2:]
+        means = self._pooled(module, _batched(module, x), places) / prod(places)
+        grouped = means.reshape(len(means), module.groups, -1).movedim(1, 0)
+        return grouped if module.groups > 1 else grouped[0]
+
+    def input_squares(self, module: Any, x: Tensor, g: Tensor, approx: str) -> Tensor:
+        if approx == "reduce":
+            return self.mean_inputs(module, x, g).square().sum(-2)
+        places = _batched(module, g).shape[2:]
+        squares = self._pooled(module, _batched(module, x).square().sum(0), places)
+        return squares.reshape(module.groups, -1) if module.groups > 1 else squares.flatten()
+
+    def _pooled(self, module: Any, x: Tensor, places: torch.Size) -> Tensor:
+        """The sums of what each entry of the kernel meets, ``[..., channels, *kernel]``.
+
+        Sums over windows are products with patterns of ones: nothing is unfolded.
+        """
+        dims = len(places)
+        x = self.padded(module, x)
+        for axis in range(dims):
+            pattern = self.pattern(module, axis, x.shape[-dims], places[axis])
+            # Each turn takes the first of the places away and puts its axis of the kernel behind the others.
+            x = x.movedim(-dims, -1) @ pattern.to(x).mT
+        return x
+
+    def padded(self, module: Any, x: Tensor) -> Tensor:
+        """The input with what is put around it, unless that is zeros."""
+        return x
+
+    @abstractmethod
+    def pattern(self, module: Any, axis: int, size: int, places: int) -> Tensor:
+        """How often an entry of the kernel meets a place of the input, ``[kernel, size]``, along an axis."""
+
     @abstractmethod
     def patches(self, module: Any, x: Tensor, places: torch.Size) -> Tensor:
-        """What the kernel meets at each output place: ``[batch, channels, *kernel, places]``."""
+        """What the kernel meets at each output place: ``[channels, *kernel, batch, *places]``."""
 
     def _grouped(self, module: Any, x: Tensor) -> Tensor:
         """``[batch, groups * features, places]`` to ``[(groups,) batch, places, features]``."""
@@ -44,10 +85,22 @@ class ConvolutionAdapter(PatchAdapter):
     """Conv1d, Conv2d and Conv3d."""
 
     def patches(self, module: Any, x: Tensor, places: torch.Size) -> Tensor:
+        if module.padding_mode == "zeros":
+            x = pad(x, module._reversed_padding_repeated_twice)
+        return _windows(self.padded(module, x), module.kernel_size, module.dilation, module.stride, places)
+
+    def padded(self, module: Any, x: Tensor) -> Tensor:
+        if module.padding_mode == "zeros":
+            return x
         # torch keeps the padding of every kind ("same" included) in this form, for its own forward.
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        x = pad(x, module._reversed_padding_repeated_twice, mode=mode)
-        return _windows(x, module.kernel_size, module.dilation, module.stride, places)
+        around, batched = module._reversed_padding_repeated_twice, x.ndim == 2 + len(module.kernel_size)
+        padded = pad(x if batched else x.unsqueeze(0), around, mode=module.padding_mode)
+        return padded if batched else padded[0]
+
+    def pattern(self, module: Any, axis: int, size: int, places: int) -> Tensor:
+        around = module._reversed_padding_repeated_twice if module.padding_mode == "zeros" else [0] * 6
+        kernel, dilation, stride = (of[axis] for of in (module.kernel_size, module.dilation, module.stride))
+        return _pattern(size, places, kernel, dilation, stride, before=around[-2 - 2 * axis])
 
 
 @register(*(f"torch.nn.modules.conv.ConvTranspose{n}d" for n in (1, 2, 3)))
@@ -66,7 +119,13 @@ class TransposedConvolutionAdapter(PatchAdapter):
             padding += [before, place_count + dilation * (kernel - 1) - length - before]
         ones = (1,) * len(places)
         windows = _windows(pad(zeros, padding), module.kernel_size, module.dilation, ones, places)
-        return windows.flip(tuple(range(2, 2 + len(places))))
+        return windows.flip(tuple(range(1, 1 + len(places))))
+
+    def pattern(self, module: Any, axis: int, size: int, places: int) -> Tensor:
+        # Place i of the input meets entry k of the kernel at place i stride + k dilation - padding.
+        within = torch.arange(module.kernel_size[axis]).unsqueeze(1) * module.dilation[axis]
+        met = torch.arange(size) * module.stride[axis] + within - module.padding[axis]
+        return ((met >= 0) & (met < places)).float()
 
     # Stored as [groups * inputs, outputs, *kernel], where inputs and kernel belong together.
 
@@ -83,12 +142,24 @@ def _batched(module: Any, x: Tensor) -> Tensor:
     return x if x.ndim == 2 + len(module.kernel_size) else x.unsqueeze(0)
 
 
+@lru_cache(maxsize=256)
+def _pattern(size: int, places: int, kernel: int, dilation: int, stride: int, before: int) -> Tensor:
+    """1 where a convolution's kernel entry meets a place of its input at some output place."""
+    met = torch.arange(places) * stride + torch.arange(kernel).unsqueeze(1) * dilation - before
+    rows = torch.arange(kernel).unsqueeze(1).expand_as(met)
+    inside = (met >= 0) & (met < size)
+    pattern = torch.zeros(kernel, size)
+    pattern[rows[inside], met[inside]] = 1
+    return pattern
+
+
 def _windows(
     x: Tensor, kernel: tuple[int, ...], dilation: tuple[int, ...], stride: tuple[int, ...], places: torch.Size
 ) -> Tensor:
-    """Every window of ``x [batch, channels, *size]``, as ``[batch, channels, *kernel, places]``."""
-    steps = x.stride()
-    within = [step * d for step, d in zip(steps[2:], dilation, strict=True)]
-    between = [step * s for step, s in zip(steps[2:], stride, strict=True)]
-    view = x.as_strided((*x.shape[:2], *kernel, *places), (*steps[:2], *within, *between))
-    return view.flatten(2 + len(kernel))
+    """Every window of ``x [batch, channels, *size]``, as ``[channels, *kernel, batch, *places]``."""
+    batch, channels, *steps = x.stride()
+    within = [step * d for step, d in zip(steps, dilation, strict=True)]
+    between = [step * s for step, s in zip(steps, stride, strict=True)]
+    return x.as_strided(
+        (x.shape[1], *kernel, x.shape[0], *places), (channels, *within, batch, *between), x.storage_offset()
+    )

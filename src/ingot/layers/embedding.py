@@ -38,14 +38,14 @@ class EmbeddingAdapter(LayerAdapter):
         tokens = _batch_shared(x)
         return _without_padding(module, tokens, g.reshape(*tokens.shape, g.shape[-1]))
 
-    def input_squares(self, module: nn.Embedding, x: Tensor, approx: str, dtype: torch.dtype) -> Tensor:
+    def input_squares(self, module: nn.Embedding, x: Tensor, g: Tensor, approx: str) -> Tensor:
         tokens = _batch_shared(x)
-        squares = torch.ones_like(tokens, dtype=dtype)
+        squares = torch.ones_like(tokens, dtype=g.dtype)
         if approx == "reduce":
             # A sample's mean input has (count / places)² for a token: count / places² at each of its places.
             ordered = tokens.sort(dim=1).values
             last, first = (torch.searchsorted(ordered, tokens, right=right) for right in (True, False))
-            squares = (last - first).to(dtype) / tokens.shape[1] ** 2
+            squares = (last - first).to(g.dtype) / tokens.shape[1] ** 2
         squares = _without_padding(module, tokens, squares.unsqueeze(-1))
         return squares.new_zeros(len(module.weight)).index_add_(0, tokens.flatten(), squares.flatten())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -18,10 +19,8 @@ class Square(ABC):
     works_in_place: ClassVar[bool] = False
     """Whether the result of ``apply`` may take the place of its argument."""
 
-    @property
-    @abstractmethod
-    def numel(self) -> int:
-        """How many entries are kept."""
+    numel: int
+    """How many entries are kept."""
 
     @abstractmethod
     def of(self, a: Tensor) -> Tensor:
@@ -29,7 +28,7 @@ class Square(ABC):
 
     @abstractmethod
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        """A Aᵀ X for a dense X, written to ``out``."""
+        """A Aᵀ X for a dense X, written to ``out`` if that saves memory."""
 
 
 class Structure(ABC):
@@ -99,6 +98,10 @@ class Structure(ABC):
         """An estimate of the spectral norm, ``[..., 1]``: three steps of power iteration on AᵀA."""
         return power_iteration(self, a, 3)
 
+    def gram_beside(self, x: Tensor, constant: float | None) -> Tensor:
+        """``gram`` of X with a row of one number below it, if that is given: the inputs of a bias."""
+        return self.gram(x if constant is None else beside(x, constant))
+
     def gram_first(self, n: int) -> bool:
         """Whether ``sandwich`` of a Gram matrix takes less time than the Gram matrix of n columns of AᵀX."""
         return False
@@ -138,6 +141,42 @@ class Structure(ABC):
 
     def __str__(self) -> str:
         return f"{self.name or type(self).__name__}({self.dim})"
+
+
+@dataclass(frozen=True)
+class InTurn(Square):
+    """A Aᵀ of which nothing is kept: Aᵀ, and then A."""
+
+    structure: Structure
+    numel = 0
+
+    def of(self, a: Tensor) -> Tensor:
+        return a
+
+    def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
+        return self.structure.apply(entries, self.structure.apply_t(entries, x))
+
+
+@dataclass(frozen=True)
+class Symmetric(Square):
+    """A symmetric A in the place of A Aᵀ: the inverses of KFAC."""
+
+    structure: Structure
+    numel = 0
+
+    def of(self, a: Tensor) -> Tensor:
+        return a
+
+    def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
+        return self.structure.apply(entries, x)
+
+
+def beside(x: Tensor, constant: float) -> Tensor:
+    """X with a row of one number below it, in the layout of X."""
+    number = x.new_full((), constant)
+    if x.stride(-1) == 1:
+        return torch.cat((x, number.expand(*x.shape[:-2], 1, x.shape[-1])), dim=-2)
+    return torch.cat((x.mT, number.expand(*x.shape[:-2], x.shape[-1], 1)), dim=-1).mT
 
 
 def power_iteration(structure: Structure, a: Tensor, iterations: int) -> Tensor:

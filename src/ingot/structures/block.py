@@ -148,7 +148,7 @@ class _Bordered(Square):
         return self.first + self.last
 
     @property
-    def numel(self) -> int:
+    def numel(self) -> int:  # type: ignore[override]
         return self._border * self.structure.dim + self.middle.numel
 
     def of(self, a: Tensor) -> Tensor:

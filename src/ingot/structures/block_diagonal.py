@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ingot.structures.base import Square, Structure
+from ingot.structures.base import Square, Structure, beside
 from ingot.structures.dense import Dense
 
 
@@ -85,6 +85,15 @@ class BlockDiagonal(Structure):
     def inverse(self, a: Tensor) -> Tensor:
         return self._join_blocks(*(torch.linalg.inv_ex(p).inverse for p in self._blocks(a)))
 
+    def gram_beside(self, x: Tensor, constant: float | None) -> Tensor:
+        if constant is None:
+            return self.gram(x)
+        whole = (self.dim - 1) // self.block * self.block  # rows of the blocks without the constant
+        first, last = x.split((whole, self.dim - 1 - whole), dim=-2)
+        first = first.unflatten(-2, (whole // self.block, self.block))
+        last = beside(last, constant)
+        return torch.cat(((first @ first.mT).flatten(-3), (last @ last.mT).flatten(-2)), dim=-1)
+
     def gram_first(self, n: int) -> bool:
         return n > 1.6 * self.block
 
@@ -107,7 +116,7 @@ class _BlockSquares(Square):
     structure: BlockDiagonal
 
     @property
-    def numel(self) -> int:
+    def numel(self) -> int:  # type: ignore[override]
         return self.structure.numel
 
     def of(self, a: Tensor) -> Tensor:

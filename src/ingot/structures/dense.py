@@ -49,6 +49,18 @@ class Dense(Structure):
     def dense(self, a: Tensor) -> Tensor:
         return self._matrix(a)
 
+    def mean_trace(self, a: Tensor) -> Tensor:
+        return self._matrix(a).diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+
+    def gram_beside(self, x: Tensor, constant: float | None) -> Tensor:
+        if constant is None:
+            return self.gram(x)
+        matrix = x.new_empty(*x.shape[:-2], self.dim, self.dim)
+        matrix[..., :-1, :-1] = x @ x.mT
+        matrix[..., :-1, -1] = matrix[..., -1, :-1] = constant * x.sum(-1)
+        matrix[..., -1, -1] = x.shape[-1] * constant**2
+        return matrix.flatten(-2)
+
     def gram_first(self, n: int) -> bool:
         # n d² for the Gram matrix and 2 d³ for the sandwich, instead of 2 n d²: pays from 2 d on, and a
         # little sooner since fewer columns are written.
@@ -70,7 +82,7 @@ class DenseSquare(Square):
     structure: Structure
 
     @property
-    def numel(self) -> int:
+    def numel(self) -> int:  # type: ignore[override]
         return self.structure.dim**2
 
     def of(self, a: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ingot.structures.base import Square, Structure
 
@@ -45,6 +46,13 @@ class Diagonal(Structure):
     def inverse(self, a: Tensor) -> Tensor:
         return a.reciprocal()
 
+    def gram_beside(self, x: Tensor, constant: float | None) -> Tensor:
+        sums = self.gram(x)
+        return sums if constant is None else pad(sums, (0, 1), value=x.shape[-1] * constant**2)
+
+    def mean_trace(self, a: Tensor) -> Tensor:
+        return a.mean(-1, keepdim=True)
+
     def norm(self, a: Tensor) -> Tensor:
         return a.abs().amax(-1, keepdim=True)
 
@@ -56,18 +64,18 @@ class Diagonal(Structure):
 
     @property
     def square(self) -> Square:
-        return _Squares(self.dim)
+        return Squares(self.dim)
 
 
 @dataclass(frozen=True)
-class _Squares(Square):
+class Squares(Square):
     """a², one number for each row."""
 
     dim: int
     works_in_place = True
 
     @property
-    def numel(self) -> int:
+    def numel(self) -> int:  # type: ignore[override]
         return self.dim
 
     def of(self, a: Tensor) -> Tensor:

@@ -1,0 +1,209 @@
+"""The optimizers that are compared: ingot's, torch's own, and those of other packages if installed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+import ingot
+
+# So small that nothing diverges in a few hundred steps on random labels: times do not depend on the learning
+# rate, but they do on infinities and denormal numbers.
+LR = 1e-4
+
+TIME_REFERENCE, STATE_REFERENCE = "SGD momentum", "AdamW"
+
+PEERS = ("singd", "pytorch_optimizer", "heavyball")
+"""Packages that are measured if they are installed."""
+
+OFFICIAL_NAMES: Mapping[str, str] = {
+    "dense": "dense",
+    "diagonal": "diagonal",
+    "block_diagonal(30)": "block30diagonal",
+    "hierarchical(15,15)": "hierarchical15_15",
+    "tril_toeplitz": "triltoeplitz",
+    "triu_toeplitz": "triutoeplitz",
+}
+"""Ingot's text for each structure of the official package, and the official name of it."""
+
+
+class Together:
+    """Optimizers of one model's different parameters, stepped as one."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+
+Steps: TypeAlias = torch.optim.Optimizer | Together
+Maker: TypeAlias = Callable[[nn.Module], Steps]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer as it is measured.
+
+    Attributes:
+        title: Its name in the report.
+        make: Makes it for a model.
+        package: Where it comes from.
+        structure: Its factors' structure in ingot's words, if it has any.
+        every: Steps between updates of its factors, if there are such: T.
+        splits: Whether steps 0, T, 2 T, ... are those with an update, so that their times can be told apart.
+        reported: The T to report, by weighing both kinds of steps, where it is not ``every`` alone.
+        slow: Whether it takes part in the first rounds only, with just one interval in each.
+    """
+
+    title: str
+    make: Maker
+    package: str = "torch"
+    structure: str = ""
+    every: int | None = None
+    splits: bool = False
+    reported: tuple[int, ...] = ()
+    slow: bool = False
+
+
+def peer_versions() -> dict[str, str | None]:
+    """The version of each peer, None where it is not installed."""
+    found: dict[str, str | None] = {}
+    for package in PEERS:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def contenders(intervals: Sequence[int], per_token: bool, only: Sequence[str] = ()) -> list[Contender]:
+    """Every optimizer that can be measured here, once for each interval T between updates where it has one.
+
+    ``only`` takes those whose title contains one of these texts, and the references.
+    """
+    installed = {name for name, found in peer_versions().items() if found}
+    longest = max(intervals)
+    found = [*_first_order()]
+    if "pytorch_optimizer" in installed:
+        for name, make in (("SOAP", _soap), ("Shampoo", _shampoo)):
+            title = f"{name} of pytorch_optimizer"
+            found.append(Contender(title, partial(make, longest), "pytorch_optimizer", every=longest))
+    if "heavyball" in installed:
+        found.append(Contender("PSGD of heavyball", partial(_psgd, longest), "heavyball", every=longest))
+    if "singd" in installed:
+        found += _official_ones(intervals, per_token)
+    found += _ours(intervals, per_token)
+    references = (TIME_REFERENCE, STATE_REFERENCE)
+    return [c for c in found if not only or c.title in references or any(text in c.title for text in only)]
+
+
+# --- Ours -------------------------------------------------------------------------------------------------
+
+
+def _ours(intervals: Sequence[int], per_token: bool) -> Iterator[Contender]:
+    """As users have them, and as in the paper. The warm-up is off: it updates the factors at every step."""
+    average = "token" if per_token else "batch"
+    for every in intervals:
+        common: dict[str, Any] = {"lr": LR, "precond_every": every, "loss_average": average}
+        for structure in OFFICIAL_NAMES:
+            as_users: Maker = partial(ingot.SINGD, structure=structure, precond_warmup=0, **common)
+            yield Contender(f"ingot SINGD {structure}", as_users, "ingot", structure, every, splits=True)
+        for structure in ("diagonal", "dense"):
+            as_in_paper: Maker = partial(ingot.SINGD, structure=structure, **common, **ingot.PAPER)
+            title = f"ingot SINGD {structure}, paper's settings"
+            yield Contender(title, as_in_paper, "ingot, paper's settings", structure, every, splits=True)
+    for kind in (ingot.IKFAC, ingot.KFAC):  # INGD is SINGD with dense factors
+        make: Maker = partial(kind, structure="dense", precond_warmup=0, **common)
+        title = f"ingot {kind.__name__} dense"
+        yield Contender(title, make, f"ingot {kind.__name__}", "dense", every, splits=True)
+
+
+# --- Peers ------------------------------------------------------------------------------------------------
+
+
+def _first_order() -> Iterator[Contender]:
+    yield Contender(TIME_REFERENCE, lambda model: torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
+    yield Contender(STATE_REFERENCE, lambda model: torch.optim.AdamW(model.parameters(), lr=LR))
+    yield Contender("AdamW fused", lambda model: torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
+    if hasattr(torch.optim, "Muon"):
+        # Its products are in bfloat16, for which a processor may have no instructions.
+        yield Contender("Muon", _muon, slow=True)
+
+
+def _muon(model: nn.Module) -> Steps:
+    """Muon on the weights of linear layers, AdamW on the rest: it takes nothing but matrices."""
+    linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    return _with_adamw(torch.optim.Muon(linear, lr=LR), model)
+
+
+def _with_adamw(optimizer: torch.optim.Optimizer, model: nn.Module) -> Steps:
+    """AdamW beside an optimizer that leaves some parameters untrained."""
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    rest = [p for p in model.parameters() if p not in trained]
+    return Together(optimizer, torch.optim.AdamW(rest, lr=LR)) if rest else optimizer
+
+
+def _official_ones(intervals: Sequence[int], per_token: bool) -> Iterator[Contender]:
+    """The official SINGD in all its structures. Toeplitz is so slow that one short run serves every T."""
+    for structure, name in OFFICIAL_NAMES.items():
+        title = f"official singd {name}"
+        if "toeplitz" in structure:
+            make = partial(_official, name, 2, per_token)
+            reported = tuple(intervals)
+            yield Contender(title, make, "singd", structure, 2, splits=True, reported=reported, slow=True)
+        else:
+            for every in intervals:
+                make = partial(_official, name, every, per_token)
+                yield Contender(title, make, "singd", structure, every, splits=True)
+
+
+def _official(structure: str, every: int, per_token: bool, model: nn.Module) -> Steps:
+    """The official SINGD with AdamW on what it leaves untrained, as ours has: both train every parameter."""
+    optimizer = _quietly("singd.optim.optimizer").SINGD(
+        model,
+        lr=LR,
+        weight_decay=1e-2,
+        alpha1=0.0,
+        lr_cov=1e-3,
+        T=every,
+        structures=(structure, structure),
+        loss_average="batch+sequence" if per_token else "batch",
+        warn_unsupported=False,
+    )
+    return _with_adamw(optimizer, model)
+
+
+def _soap(every: int, model: nn.Module) -> Steps:
+    return _quietly("pytorch_optimizer").SOAP(model.parameters(), lr=LR, precondition_frequency=every)
+
+
+def _shampoo(every: int, model: nn.Module) -> Steps:
+    settings = {"lr": LR, "momentum": 0.9, "preconditioning_compute_steps": every}
+    return _quietly("pytorch_optimizer").Shampoo(model.parameters(), **settings)
+
+
+def _psgd(every: int, model: nn.Module) -> Steps:
+    heavyball = _quietly("heavyball")
+    heavyball.utils.compile_mode = None  # like all others: compiling one model's step took minutes
+    return heavyball.PSGDKron(model.parameters(), lr=LR, preconditioner_update_probability=1 / every)
+
+
+def _quietly(module: str) -> Any:
+    """A peer's module, without what it warns of while it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module(module)
