@@ -195,16 +195,18 @@ def measured(model: nn.Module, loss, optimizer_class=SINGD, **settings) -> tuple
     optimizer = optimizer_class(model, **settings)
     loss(model).backward()
     optimizer.step()
-    products = [p for layer in optimizer._layers.values() if layer.kept for p in layer.kept.products]
-    kept = sum(p.entries.numel() * p.entries.element_size() for p in products if p.square.numel)
-    return state_bytes(optimizer) + kept, plan
+    kept = [layer.kept for layer in optimizer._layers.values() if layer.kept is not None]
+    tensors = [product.entries for k in kept for product in k.products if product.square.numel]
+    tensors += [k.scales[2] for k in kept if k.scales is not None and k.scales[2] is not None]
+    return state_bytes(optimizer) + sum(t.numel() * t.element_size() for t in tensors), plan
 
 
 @pytest.mark.parametrize("optimizer_class", [SINGD, IKFAC, KFAC])
 @pytest.mark.parametrize("name", ["transformers/gpt2", "transformers/vit", "timm/vgg", "timm/resnet"])
-def test_planned_bytes_are_those_measured(name, optimizer_class):
+@pytest.mark.parametrize("structure", ["auto", "diagonal"])
+def test_planned_bytes_are_those_measured(name, optimizer_class, structure):
     case = build(name)
-    total, plan = measured(case.model, case.loss, optimizer_class, structure="auto")
+    total, plan = measured(case.model, case.loss, optimizer_class, structure=structure)
     assert total == plan.state_bytes <= plan.adamw_bytes
     adamw, sgd = (
         torch.optim.AdamW(case.model.parameters()),

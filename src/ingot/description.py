@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ingot.model import Layer, named_parameters
 from ingot.precision import computing
+from ingot.structures.diagonal import Squares
 
 if TYPE_CHECKING:
     from ingot.optimizer import NaturalGradient
@@ -119,7 +120,10 @@ def planned_sizes(optimizer: NaturalGradient, layers: Mapping[nn.Parameter, Laye
 def cached_bytes(optimizer: NaturalGradient, layer: Layer) -> int:
     """What the products take that are kept of a layer's factors, in the dtype that is computed with."""
     dtype = computing(optimizer._state_dtype(layer.weight, optimizer.rule.keys[0]))
-    entries = sum(square.numel for square in optimizer._kept_squares(layer))
+    k, c = optimizer._kept_squares(layer)
+    entries = k.numel + c.numel
+    if layer.bias is not None and isinstance(k, Squares) and isinstance(c, Squares):
+        entries += c.numel  # what the bias is multiplied with, where both are diagonal
     return prod(layer.shape[0]) * entries * dtype.itemsize
 
 
