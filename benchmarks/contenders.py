@@ -120,10 +120,16 @@ def _ours(intervals: Sequence[int], per_token: bool) -> Iterator[Contender]:
     for every in intervals:
         common: dict[str, Any] = {"lr": LR, "precond_every": every, "loss_average": average}
         for structure in OFFICIAL_NAMES:
-            as_users: Maker = partial(ingot.SINGD, structure=structure, precond_warmup=0, **common)
+            # Dense factors take more memory than AdamW's state anyway, so their products may be kept, too.
+            kept = True if structure == "dense" else None
+            settings = common | {"cache_products": kept, "precond_warmup": 0}
+            as_users: Maker = partial(ingot.SINGD, structure=structure, **settings)
             yield Contender(f"ingot SINGD {structure}", as_users, "ingot", structure, every, splits=True)
         for structure in ("diagonal", "dense"):
-            as_in_paper: Maker = partial(ingot.SINGD, structure=structure, **common, **ingot.PAPER)
+            kept = True if structure == "dense" else None
+            as_in_paper: Maker = partial(
+                ingot.SINGD, structure=structure, cache_products=kept, **common, **ingot.PAPER
+            )
             title = f"ingot SINGD {structure}, paper's settings"
             yield Contender(title, as_in_paper, "ingot, paper's settings", structure, every, splits=True)
     for kind in (ingot.IKFAC, ingot.KFAC):  # INGD is SINGD with dense factors

@@ -146,12 +146,12 @@ def test_numbers_elsewhere_give_the_same_steps(kind, settings):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_kept_products_give_the_same_steps(kind):
-    assert_same(trained(kind), trained(kind, cache_products=False))
+    assert_same(trained(kind, cache_products=True), trained(kind, cache_products=False))
 
 
 def test_products_are_made_anew_when_factors_change():
     model = nn.Sequential(nn.Linear(6, 5))
-    optimizer = ingot.SINGD(model, structure="dense", precond_every=3, precond_warmup=0)
+    optimizer = ingot.SINGD(model, structure="dense", precond_every=3, precond_warmup=0, cache_products=True)
     layer = optimizer._layers[model[0].weight]
 
     def step() -> object:
@@ -183,6 +183,20 @@ def test_products_are_in_no_checkpoint():
         state = optimizer.state_dict()["state"].values()
         sizes.append(sum(v.numel() for values in state for v in values.values() if torch.is_tensor(v)))
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("structure", "keeps"), [("diagonal", True), ("block_diagonal(2)", True), ("dense", False)]
+)
+def test_by_default_products_are_kept_within_the_memory_of_adamw(structure, keeps):
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+    plan = ingot.plan(model, structure=structure)
+    assert (plan.cached_bytes > 0) == keeps
+    assert keeps == (plan.state_bytes <= plan.adamw_bytes)
+    assert ingot.plan(model, structure=structure, cache_products=True).cached_bytes > 0
+    assert ingot.plan(model, structure=structure, cache_products=False).cached_bytes == 0
+    kept = ingot.SINGD(model, structure=structure)._layers[model[0].weight]
+    assert kept.kept is None  # until the first step
 
 
 def test_products_that_take_longer_than_they_save_are_not_kept():

@@ -3,6 +3,7 @@
 from ingot import layers, rules, structures
 from ingot.health import HealthWarning
 from ingot.optimizer import IKFAC, INGD, KFAC, PAPER, SINGD, NaturalGradient
+from ingot.planning import Plan, plan
 
 __version__ = "0.1.0"
 
@@ -14,8 +15,10 @@ __all__ = [
     "SINGD",
     "HealthWarning",
     "NaturalGradient",
+    "Plan",
     "__version__",
     "layers",
+    "plan",
     "rules",
     "structures",
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ingot import adamw
+from ingot import adamw, budget
 from ingot.conversion import converted
 from ingot.groups import Group, check_group
 from ingot.model import Layer, named_parameters
@@ -34,7 +34,7 @@ _WHOLE = (torch.int64, torch.int32)
 _REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _COMPLEX = (torch.complex64, torch.complex128)
 
-_KEPT = frozenset({"params", "structure", "factor_dtype", "precondition"})
+_KEPT = frozenset({"params", "structure", "factor_dtype", "precondition", "cache_products"})
 """Settings that stay those of the optimizer that loads: they say how its state is laid out."""
 
 FUNCTION = "a function"
@@ -98,7 +98,8 @@ def unpacked(optimizer: NaturalGradient, state_dict: Any) -> tuple[list[Group], 
     for layer in optimizer._layers.values():  # whether this optimizer can do what the settings say
         index = optimizer._group_index[layer.weight]
         try:
-            optimizer._structures(layer, optimizer.param_groups[index] | settings[index])
+            group = optimizer.param_groups[index] | settings[index]
+            optimizer._structures(layer, group, layer.structures)
         except ValueError as error:
             raise ValueError(f"the checkpoint has a setting that makes no sense here: {error}") from None
     return settings, states
@@ -221,7 +222,8 @@ class _Reader:
         """The structures of a checkpoint's factors, which its settings tell unless they were functions."""
         if "structure" in self._group:
             try:
-                return self._optimizer._structures(layer, self._optimizer._group(self._p) | self._group)
+                group = self._optimizer._group(self._p) | self._group
+                return self._optimizer._structures(layer, group, self._chosen_structures(layer, group, saved))
             except (ValueError, TypeError, RecursionError) as error:
                 raise ValueError(f"the checkpoint has a structure that makes no sense: {error}") from None
         for structure, key in zip(layer.structures, self._rule.names, strict=True):
@@ -232,6 +234,16 @@ class _Reader:
                     "and others than this optimizer's: give it the same ones"
                 )
         return layer.structures
+
+    def _chosen_structures(self, layer: Layer, group: Group, saved: Mapping[str, Any]) -> Pair:
+        """What "auto" had chosen there, which the sizes of the factors tell."""
+        factories = self._optimizer._factories(layer, group)
+        structures = list(layer.structures)
+        for index, (factory, key) in enumerate(zip(factories, self._rule.names, strict=True)):
+            value = saved.get(key)
+            if factory is None and isinstance(value, Tensor) and value.ndim:
+                structures[index] = budget.recognised(structures[index].dim, value.shape[-1])
+        return structures[0], structures[1]
 
     def _checked(
         self, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], required: frozenset[str]

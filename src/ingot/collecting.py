@@ -138,7 +138,11 @@ class CollectingOptimizer(ModelOptimizer):
                 self._reporter.note("loss", name, other)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_fisher": self._fisher, "_adamw": self._adamw}
+        return super().__getstate__() | {
+            "_fisher": self._fisher,
+            "_adamw": self._adamw,
+            "_choice": self._choice,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_fisher" in state:  # a copy or unpickled; torch also comes here when it loads a state_dict

@@ -104,13 +104,18 @@ def check_adamw(settings: Any, defaults: Group) -> Group:
     return dict(settings)
 
 
-def structure_pair(structure: Any) -> tuple[Factory, Factory]:
-    """Factories for K and C from one structure for both or a pair."""
-    if isinstance(structure, tuple | list):
-        if len(structure) != 2:
-            raise ValueError(f"structure is one for both factors or a pair for K and C, got {structure!r}")
-        return resolve(structure[0]), resolve(structure[1])
-    return resolve(structure), resolve(structure)
+AUTO = "auto"
+"""In the place of a structure: the best one that fits into the memory budget."""
+
+
+def structure_pair(structure: Any) -> tuple[Factory | None, Factory | None]:
+    """Factories for K and C from one structure for both or a pair; None where it is left to choose."""
+    if not isinstance(structure, tuple | list):
+        structure = structure, structure
+    if len(structure) != 2:
+        raise ValueError(f"structure is one for both factors or a pair for K and C, got {structure!r}")
+    k, c = (None if isinstance(s, str) and s == AUTO else resolve(s) for s in structure)
+    return k, c
 
 
 def _number(low: float, high: float = float("inf"), *, open_high: bool = False) -> Callable[[Any], bool]:
@@ -163,7 +168,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a floating-point dtype such as torch.bfloat16 (torch.float16 has too small a range), or None for "
         "the weight's",
     ),
-    "cache_products": (_flag, "True or False"),
+    "cache_products": (_optional(_flag), "True, False, or None for as far as AdamW's memory goes"),
     "precond_warmup": (_whole(0), "a whole number of steps, at least 0"),
     "max_factor_step": (_optional(_number(0, 1, open_high=True)), "a number from 0 to below 1, or None"),
     "relative_damping": (_flag, "True or False"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -46,6 +46,11 @@ class ModelOptimizer(Optimizer):
     """
 
     _adamw: Group  # settings of groups that AdamW trains
+    _choice: Any  # of structures, where they are not in the settings
+
+    @abstractmethod
+    def _choose(self, layers: Mapping[nn.Parameter, Layer]) -> None:
+        """Choose the structures of new layers, given all layers, where that is not left to the settings."""
 
     @abstractmethod
     def _bind(self, layer: Layer) -> Pair:
@@ -124,6 +129,7 @@ class ModelOptimizer(Optimizer):
             or layer.uses != watched[weight].uses
             or layer.bias is not watched[weight].bias
         }
+        self._choose(layers)
         for layer in new.values():
             layer.structures = self._bind(layer)
         for weight, layer in list(watched.items()):
@@ -170,6 +176,7 @@ class ModelOptimizer(Optimizer):
         """Let the state of a parameter follow it; that of one with another shape is of no use."""
         if resized:
             self.state.pop(p, None)
+            self._choose(self._layers)
             for layer in self._layers.values():
                 if layer.weight is p:
                     layer.structures, layer.pending = self._bind(layer), None

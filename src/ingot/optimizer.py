@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ingot import adamw as adamw_steps
-from ingot import checkpoints, health, rules, stability
+from ingot import budget, checkpoints, health, rules, stability
+from ingot.budget import BudgetLike, Choice
 from ingot.checkpoints import SIZES
 from ingot.description import Description, describe
-from ingot.groups import Group, Params, check_adamw, separate_adamw, structure_pair, trained_groups
+from ingot.groups import AUTO, Group, Params, check_adamw, separate_adamw, structure_pair, trained_groups
 from ingot.model import Layer, find_layers, is_compiled, unwrapped
 from ingot.model_optimizer import preconditionable
 from ingot.precision import computing, keeping, without_autocast
@@ -56,7 +57,11 @@ class NaturalGradient(SteppingOptimizer):
         lr: Learning rate, on AdamW's scale unless ``normalize_step`` is off (β₂ in the paper).
         structure: Structure of the factors: text such as ``"diagonal"`` or ``"hierarchical(15,15)"``, a
             function of the dimension such as ``ingot.structures.Diagonal``, or a pair of these for K (on the
-            inputs) and C (on the outputs).
+            inputs) and C (on the outputs). ``"auto"``, for both or one of them, chooses the best for a layer
+            within ``memory_budget``; what was chosen stays as long as the optimizer is used.
+        memory_budget: What the whole state may take where structures are ``"auto"``, which this alone also
+            means: ``"1.0x adamw"`` (the default then), ``"0.6x sgd"``, ``"500MB"``, a whole number of bytes,
+            or a share of AdamW's state such as 0.8.
         approx: How shared weights enter the factors: ``"expand"`` or ``"reduce"``.
         loss_average: What the loss is a mean of: ``"batch"``; ``"token"`` for batch and shared positions;
             ``None`` for a sum.
@@ -68,7 +73,7 @@ class NaturalGradient(SteppingOptimizer):
         precond_every: Steps from one update of the factors to the next (T).
         factor_dtype: The factors' dtype; None takes the weight's (bfloat16 for float16).
         cache_products: Whether K Kᵀ and C Cᵀ are kept between updates of the factors where that makes steps
-            faster; costs memory as the plan tells, but none in checkpoints.
+            faster; None keeps them as far as the whole state stays within AdamW's (or the budget).
         precond_warmup: For so many first steps the factors are updated every time, and β₁ starts high.
         max_factor_step: Bound on β₁ times the spectral norm of a factor's direction, or None.
         relative_damping: Whether ``damping`` is in units of the mean traces of U and G.
@@ -94,6 +99,7 @@ class NaturalGradient(SteppingOptimizer):
         lr: float | Tensor = 1e-3,
         *,
         structure: StructureLike | tuple[StructureLike, StructureLike] | None = None,
+        memory_budget: BudgetLike | None = None,
         approx: str = "expand",
         loss_average: str | None = "batch",
         momentum: float = 0.9,
@@ -103,7 +109,7 @@ class NaturalGradient(SteppingOptimizer):
         precond_momentum: float = 0.0,
         precond_every: int = 10,
         factor_dtype: torch.dtype | None = None,
-        cache_products: bool = True,
+        cache_products: bool | None = None,
         precond_warmup: int = 20,
         max_factor_step: float | None = 0.5,
         relative_damping: bool = True,
@@ -118,10 +124,9 @@ class NaturalGradient(SteppingOptimizer):
     ) -> None:
         # Every keyword but adamw is the default of a group's setting of the same name.
         defaults = {k: v for k, v in locals().items() if k not in _NOT_SETTINGS}
-        defaults |= {
-            "structure": self.default_structure if structure is None else structure,
-            "precondition": True,
-        }
+        if structure is None:
+            structure = self.default_structure if memory_budget is None else AUTO
+        defaults |= {"structure": structure, "precondition": True}
         defaults["eps"] = 1e-8  # no betas: torch's schedulers would drive those of AdamW instead of momentum
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -138,21 +143,36 @@ class NaturalGradient(SteppingOptimizer):
         found = find_layers(inner, preconditionable(groups))
         preconditioned = {p for layer in found.values() for p in layer.parameters}
         self._adamw = adamw
+        self._choice = Choice(budget.DEFAULT if memory_budget is None else budget.read(memory_budget))
         super().__init__(separate_adamw(groups, preconditioned, adamw), defaults)
+        if memory_budget is not None and not any(
+            None in structure_pair(g["structure"]) for g in self.param_groups
+        ):
+            raise ValueError(
+                "memory_budget is for structure='auto', which chooses what fits: leave one of them out"
+            )
         self._renew(found)
         self._now.has_all_groups = True
 
+    def _choose(self, layers: Mapping[nn.Parameter, Layer]) -> None:
+        self._choice.extend(self, layers)
+
     def _bind(self, layer: Layer) -> Pair:
         """The structures of a layer's factors, for its dimensions."""
-        return self._structures(layer, self._group(layer.weight))
+        return self._structures(layer, self._group(layer.weight), self._choice.of(layer))
 
-    def _structures(self, layer: Layer, group: Group) -> Pair:
-        _, d_o, d_i = layer.shape
+    def _factories(self, layer: Layer, group: Group) -> tuple[Factory | None, Factory | None]:
+        """What makes the structures of a layer; None where they are chosen."""
         of_k, of_c = structure_pair(group["structure"])
         if layer.adapter.input_structure is not None:
             of_k = resolve(layer.adapter.input_structure)
+        return of_k, of_c
+
+    def _structures(self, layer: Layer, group: Group, chosen: Pair) -> Pair:
+        _, d_o, d_i = layer.shape
+        of_k, of_c = self._factories(layer, group)
         try:
-            pair = bind(of_k, d_i), bind(of_c, d_o)
+            pair = bind(of_k or (lambda _: chosen[0]), d_i), bind(of_c or (lambda _: chosen[1]), d_o)
             self.rule.check(pair, group["precond_momentum"])
         except ValueError as error:
             raise ValueError(f"layer {layer.name!r}: {error}") from None
@@ -399,7 +419,7 @@ def _parts(state: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
     return [{key: value[index].clone() for key, value in state.items()} for index in range(count)]
 
 
-_NOT_SETTINGS = ("self", "model", "params", "adamw", "fisher", "__class__")
+_NOT_SETTINGS = ("self", "model", "params", "memory_budget", "adamw", "fisher", "__class__")
 
 
 class SINGD(NaturalGradient):

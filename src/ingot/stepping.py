@@ -15,6 +15,7 @@ from ingot.model import Layer, named_parameters
 from ingot.precision import computing, keeping, put
 from ingot.rules import Pair, Product
 from ingot.scalars import Flag, Number, is_finite, no, number, root_mean_square, where
+from ingot.structures import Square
 from ingot.structures.diagonal import Squares
 
 
@@ -134,7 +135,7 @@ class SteppingOptimizer(CollectingOptimizer):
     def _kept(self, layer: Layer, group: Group) -> Kept:
         """K Kᵀ and C Cᵀ; where they are worth keeping, those that were made after the last factor update."""
         state, (k, c) = self.state[layer.weight], self.rule.applied
-        kept_for = group["precond_every"] if group["cache_products"] else 0
+        kept_for = self._kept_for(layer, group)
         kept: Kept | None = layer.kept
         if kept is not None and kept.is_of(layer.structures, kept_for, state[k], state[c]):
             return kept
@@ -147,6 +148,17 @@ class SteppingOptimizer(CollectingOptimizer):
         kept = Kept(layer.structures, kept_for, sources, versions, (of_k, of_c), scales)
         layer.kept = kept if any(square.numel for square in squares) else None
         return kept
+
+    def _kept_for(self, layer: Layer, group: Group) -> int:
+        """For how many steps products of a layer's factors may be kept; not at all where memory is short."""
+        keep = group["cache_products"]
+        if keep is None or (keep and self._choice.has_chosen(layer)):
+            keep = self._choice.keeps_products(layer)
+        return group["precond_every"] if keep else 0
+
+    def _kept_squares(self, layer: Layer) -> tuple[Square, Square]:
+        """How K Kᵀ and C Cᵀ are kept."""
+        return self.rule.squares(layer.structures, self._kept_for(layer, self._group(layer.weight)))
 
     def _gradient(self, p: nn.Parameter, trusted: Flag) -> Tensor:
         if p.grad is None or trusted is False:

@@ -44,6 +44,7 @@ BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
     "max_factor_step": (f"{BELOW_1}, or None", (1.0, -0.1, NAN, "x")),
     "relative_damping": ("True or False", TRUTH),
     "factor_start": ("'identity' or 'trace'", ("zero", None)),
+    "cache_products": ("True, False, or None for as far as AdamW's memory goes", (1, "yes")),
     "normalize_step": ("True or False", TRUTH),
     "max_relative_step": (f"{AT_LEAST_0}, or None", (-1, NAN, "x")),
     "decoupled_weight_decay": ("True or False", TRUTH),
@@ -91,7 +92,8 @@ def test_bad_settings_of_groups_are_refused(name, wanted, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted", "value"), [s for s in SETTINGS if s[0] not in ("factor_dtype", "precondition")]
+    ("name", "wanted", "value"),
+    [s for s in SETTINGS if s[0] not in ("factor_dtype", "precondition", "cache_products")],
 )
 def test_bad_settings_of_a_checkpoint_are_refused(name, wanted, value):
     optimizer = _used()
@@ -160,6 +162,12 @@ OTHER: dict[str, list[tuple[Any, Any, str]]] = {
         ((), WRONG, "a pair for K and C, got"),
         (5, TypeError, "a structure is text such as .* got 5"),
         (lambda dim: Diagonal(dim + 1), ValueError, "layer 'embedding'.* was asked for dimension"),
+    ],
+    "memory_budget": [
+        ("1.0x adam", ValueError, "memory_budget must be text such as '1.0x adamw'.*got '1.0x adam'"),
+        (-1, ValueError, "memory_budget must be .*got -1"),
+        (True, ValueError, "memory_budget must be .*got True"),
+        (1, ValueError, "the smallest state takes .* a share is written 1.0"),
     ],
     "adamw": [
         ({"betas": (0.9, 1.0)}, ValueError, "betas must be a pair"),

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 
+import ingot
 from ingot.lab import precision as study
 from ingot.lab import precision_report
 from ingot.lab.digits import digits
+from ingot.lab.named_models import FORMS, named_model
 from ingot.lab.plot import plot_error, save
 from ingot.lab.progress import Job, train_all
 from ingot.lab.report import describe, markdown_table, mean_and_spread, record, rich_table, write_records
 from ingot.lab.train import OPTIMIZERS, Run, Schedule, train
+from ingot.planning import OPTIMIZERS as OPTIMIZER_CLASSES
 
 app = typer.Typer(
     help="The laboratory of ingot: train, compare and plot optimizers.",
@@ -38,6 +42,10 @@ def _positive(value: int) -> int:
     if value < 1:
         raise typer.BadParameter(f"{value} is too few: give 1 or more, or leave the option out.")
     return value
+
+
+def _positive_or_none(value: int | None) -> int | None:
+    return None if value is None else _positive(value)
 
 
 def _threads(value: int) -> int:
@@ -112,6 +120,63 @@ def precision(
     )
     console.print(rich_table(precision_report.COLUMNS, rows, title=f"{task.title}: after {steps} steps"))
     typer.echo(report)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help=f"The model: {FORMS}.", show_default=False)],
+    structure: Annotated[
+        str | None, typer.Option(help="Structure of the factors, or auto; else the optimizer's own default.")
+    ] = None,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="What the state may take: '1.0x adamw', '0.6x sgd', '500MB', bytes, or a share of AdamW's."
+        ),
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZER_CLASSES)}.")] = "SINGD",
+    every: Annotated[
+        int | None, typer.Option(callback=_positive_or_none, help="Steps between updates of the factors.")
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            callback=_positive_or_none, help="Samples of a step: counts the forward and backward pass."
+        ),
+    ] = None,
+    input_shape: Annotated[
+        str | None,
+        typer.Option("--input", help="Shape of one sample, such as 3x224x224; else the model's own."),
+    ] = None,
+) -> None:
+    """Tell structures, memory and operations of each layer, without making the model or training anything."""
+    shape = None if input_shape is None else _shape(input_shape)
+    if shape is not None and batch is None:
+        raise typer.BadParameter("give --batch as well, the samples of a step.", param_hint="--input")
+    given: dict[str, Any] = {"structure": structure, "precond_every": every}
+    given["memory_budget"] = None if memory_budget is None else _number_or_text(memory_budget)
+    settings = {name: value for name, value in given.items() if value is not None}
+    try:
+        named = named_model(model)
+        example = None if batch is None else named.example(batch, shape)
+        made = ingot.plan(named.model, optimizer=optimizer, example=example, **settings)
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(made)  # not through rich, which would break its lines
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    words = text.lower().split("x")
+    if not all(word.strip().isdecimal() and int(word) for word in words):
+        raise typer.BadParameter(f"{text!r} is no shape: write 3x224x224.", param_hint="--input")
+    return tuple(map(int, words))
+
+
+def _number_or_text(text: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 # --- Report ---------------------------------------------------------------------------------------------

@@ -130,6 +130,15 @@ class Structure(ABC):
         """The matrix itself, ``[..., dim, dim]``: for tests, pictures and small sizes."""
         return self.apply(a, torch.eye(self.dim, dtype=a.dtype, device=a.device))
 
+    def flops(self, columns: int) -> int:
+        """About how many operations ``apply``, ``apply_t`` or ``gram`` take for so many columns."""
+        return 2 * self.numel * columns  # each entry meets each column: a product and a sum
+
+    @property
+    def product_flops(self) -> int:
+        """About how many operations ``matmul``, ``self_gram`` or ``inverse`` take."""
+        return self.flops(-(-self.numel // self.dim))  # a column of B has so many entries
+
     def __str__(self) -> str:
         return f"{self.name or type(self).__name__}({self.dim})"
 

@@ -92,6 +92,16 @@ class _Block(Structure):
         beside = (a_b * b_b).sum((-2, -1)).unsqueeze(-1)
         return target.inner(a_t, b_t) + beside + source.inner(a_s, b_s)
 
+    def flops(self, columns: int) -> int:
+        beside = 2 * self.first.dim * self.second.dim * columns
+        return self.first.flops(columns) + beside + self.second.flops(columns)
+
+    @property
+    def product_flops(self) -> int:
+        target, source = self._parts
+        beside = target.flops(source.dim) + source.flops(target.dim)
+        return self.first.product_flops + beside + self.second.product_flops
+
     @property
     def square(self) -> Square | None:
         """The target's rows of A Aᵀ are full; those of the source are its own A Aᵀ beside them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import log2
 from typing import ClassVar
 
 import torch
@@ -106,6 +107,12 @@ class _Toeplitz(Structure):
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         return (self._places(a) * a * b).sum(-1, keepdim=True)
+
+    def flops(self, columns: int) -> int:
+        # There and back for each column, and there for the entries; a product of spectra in between.
+        length = _fft_length(2 * self.dim - 1)
+        transform = 2.5 * length * log2(max(2, length))
+        return round((2 * columns + 1) * transform + 3 * length * columns)
 
 
 class LowerToeplitz(_Toeplitz):

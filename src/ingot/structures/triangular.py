@@ -60,6 +60,13 @@ class _Triangular(Structure):
     def self_gram(self, a: Tensor) -> Tensor:
         return self.gram(self._matrix(a).mT)
 
+    def flops(self, columns: int) -> int:
+        return 2 * self.dim**2 * columns
+
+    @property
+    def product_flops(self) -> int:
+        return self.flops(self.dim)
+
     def dense(self, a: Tensor) -> Tensor:
         return self._matrix(a)
 
