@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ingot.model import Layer, named_parameters
 from ingot.precision import computing
-from ingot.structures.diagonal import Squares
 
 if TYPE_CHECKING:
     from ingot.optimizer import NaturalGradient
@@ -122,8 +121,6 @@ def cached_bytes(optimizer: NaturalGradient, layer: Layer) -> int:
     dtype = computing(optimizer._state_dtype(layer.weight, optimizer.rule.keys[0]))
     k, c = optimizer._kept_squares(layer)
     entries = k.numel + c.numel
-    if layer.bias is not None and isinstance(k, Squares) and isinstance(c, Squares):
-        entries += c.numel  # what the bias is multiplied with, where both are diagonal
     return prod(layer.shape[0]) * entries * dtype.itemsize
 
 

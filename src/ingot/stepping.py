@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,65 +12,11 @@ from ingot import stability
 from ingot.collecting import CollectingOptimizer
 from ingot.groups import Group
 from ingot.model import Layer, named_parameters
-from ingot.precision import computing, keeping, put
-from ingot.rules import Pair, Product
+from ingot.natural import Kept, Part, move_momenta, natural_gradient, rows_of
+from ingot.precision import computing, put
+from ingot.rules import Product
 from ingot.scalars import Flag, Number, is_finite, no, number, root_mean_square, where
 from ingot.structures import Square
-from ingot.structures.diagonal import Squares
-
-
-class Scales(NamedTuple):
-    """Diagonal K Kᵀ and C Cᵀ as numbers for the rows and columns of a gradient, and for the bias."""
-
-    rows: Tensor
-    columns: Tensor
-    bias: Tensor | None
-
-
-class Kept(NamedTuple):
-    """The products of a layer's factors, and what they were made from."""
-
-    structures: Pair
-    kept_for: int
-    sources: tuple[Tensor, Tensor]
-    versions: tuple[int, int]
-    products: tuple[Product, Product]
-    scales: Scales | None
-
-    def is_of(self, structures: Pair, kept_for: int, k: Tensor, c: Tensor) -> bool:
-        """Whether the factors are still the same."""
-        same = self.structures is structures and self.kept_for == kept_for
-        same = same and self.sources[0] is k and self.sources[1] is c
-        return same and self.versions == (k._version, c._version)
-
-
-class Part(NamedTuple):
-    """A parameter of a layer in its step."""
-
-    p: nn.Parameter
-    state: dict[str, Any]
-    group: Group
-
-    def begin(self) -> None:
-        """Make sure that there is a momentum, if there is to be one."""
-        for key in adamw_steps.KEYS & self.state.keys():  # which AdamW trained for a while
-            del self.state[key]
-        if self.group["momentum"] and "momentum_buffer" not in self.state:
-            self.state["momentum_buffer"] = torch.zeros_like(self.p, dtype=keeping(self.p.dtype))
-
-    def decayed(self, natural: Tensor) -> Tensor:
-        """The natural gradient with the weight decay where the paper adds it."""
-        group = self.group
-        if group["weight_decay"] and not group["decoupled_weight_decay"]:
-            natural.add_(self.p, alpha=group["weight_decay"])
-        return natural
-
-    def momentum(self, natural: Tensor) -> Tensor:
-        """The momentum after this natural gradient; with no momentum, the gradient itself."""
-        natural = self.decayed(natural)
-        if not self.group["momentum"]:
-            return natural
-        return accumulate(self.state["momentum_buffer"], natural, self.group["momentum"])
 
 
 class SteppingOptimizer(CollectingOptimizer):
@@ -99,38 +45,21 @@ class SteppingOptimizer(CollectingOptimizer):
 
     def _momenta(self, layer: Layer, group: Group, parts: list[Part], trusted: Flag) -> list[Tensor]:
         """The momenta of weight and bias after their natural gradients."""
-        gradients = {p: self._gradient(p, trusted) for p in layer.parameters}
+        gradients = [self._gradient(p, trusted) for p in layer.parameters]
         kept = self._kept(layer, group)
-        if kept.scales is not None and layer.pending is None and len(parts) == len(layer.parameters):
-            momenta = _scaled_momenta(layer, parts, list(gradients.values()), kept.scales)
-            if momenta is not None:
-                return momenta
-        natural = dict(zip(layer.parameters, self._natural_gradient(layer, kept, gradients), strict=True))
-        if layer.pending is not None:
-            self._note_gain(layer, list(natural.values()))
-        return [part.momentum(natural[part.p]) for part in parts]
-
-    # --- Natural gradients ------------------------------------------------------------------------------
-
-    def _natural_gradient(self, layer: Layer, kept: Kept, gradients: dict[Any, Tensor]) -> list[Tensor]:
-        """C Cᵀ ∇W K Kᵀ of the weight and of its bias."""
-        weight, bias = layer.weight, layer.bias
-        (k, c), adapter, dtype = kept.products, layer.adapter, kept.products[0].entries.dtype
-        gradient = _as(adapter.weight_matrix(layer.module, gradients[weight]), dtype)
-        last = None if bias is None else _as(gradients[bias], dtype)
-        if kept.scales is not None:
-            rows, columns, of_bias = kept.scales
-            natural = torch.mul(gradient, rows).mul_(columns)
-            beside = None if last is None or of_bias is None else last * of_bias.view(last.shape)
-        elif last is None:
-            natural, beside = k.apply_right(c.apply(gradient, torch.empty_like(gradient))), None
+        squares: list[Tensor] | None = None if layer.pending is None else []
+        rows = rows_of(layer, parts, gradients)
+        if rows is not None:
+            move_momenta(rows, kept, squares)
+            momenta = [part.state["momentum_buffer"] for part in parts]
         else:
-            d_i, last = gradient.shape[-1], last.view(*gradient.shape[:-1], 1)
-            left = [c.apply(part, torch.empty_like(part)) for part in (gradient, last)]
-            both = k.apply_right(_beside(*left))
-            natural, beside = both.narrow(-1, 0, d_i), both.narrow(-1, d_i, 1)
-        natural = adapter.matrix_weight(layer.module, natural, weight)
-        return [natural] if bias is None or beside is None else [natural, beside.reshape(bias.shape)]
+            natural = dict(zip(layer.parameters, natural_gradient(layer, kept, gradients), strict=True))
+            if squares is not None:
+                squares += [torch.linalg.vector_norm(n).square() for n in natural.values()]
+            momenta = [part.momentum(natural[part.p]) for part in parts]
+        if squares is not None:
+            self._note_gain(layer, squares)
+        return momenta
 
     def _kept(self, layer: Layer, group: Group) -> Kept:
         """K Kᵀ and C Cᵀ; where they are worth keeping, those that were made after the last factor update."""
@@ -142,10 +71,9 @@ class SteppingOptimizer(CollectingOptimizer):
         sources = state[k], state[c]
         squares = self.rule.squares(layer.structures, kept_for)
         pairs = zip(squares, sources, strict=True)
-        of_k, of_c = (Product(square, square.of(_as(a, computing(a.dtype)))) for square, a in pairs)
+        products = (Product(square, square.of(a.to(computing(a.dtype)))) for square, a in pairs)
         versions = sources[0]._version, sources[1]._version
-        scales = _scales(of_k, of_c, layer.bias is not None)
-        kept = Kept(layer.structures, kept_for, sources, versions, (of_k, of_c), scales)
+        kept = Kept(layer.structures, kept_for, sources, versions, *products)
         layer.kept = kept if any(square.numel for square in squares) else None
         return kept
 
@@ -166,10 +94,12 @@ class SteppingOptimizer(CollectingOptimizer):
         gradient = p.grad if trusted is True else torch.where(torch.as_tensor(trusted), p.grad, 0)
         return -gradient if self._group(p)["maximize"] else gradient
 
-    def _note_gain(self, layer: Layer, natural: list[Tensor]) -> None:
+    def _note_gain(self, layer: Layer, squares: list[Tensor]) -> None:
         """Keep how much longer the natural gradient is than the plain one, for the diagnostics."""
-        plain = root_mean_square([p.grad for p in layer.parameters if p.grad is not None])
-        gain, state = root_mean_square(natural) / stability.at_least_tiny(plain), self.state[layer.weight]
+        gradients = [p.grad for p in layer.parameters if p.grad is not None]
+        plain, state = root_mean_square(gradients), self.state[layer.weight]
+        mean = torch.stack(squares).sum() / sum(p.numel() for p in layer.parameters)
+        gain = number(mean.sqrt()) / stability.at_least_tiny(plain)
         _note(state, "gain", where(is_finite(gain), gain, number(state["gain"])))
 
     # --- What must not get in ---------------------------------------------------------------------------
@@ -221,8 +151,8 @@ class SteppingOptimizer(CollectingOptimizer):
 
     def _descend(self, p: Tensor, momentum: Tensor, length: Number, decay: Number, step: int) -> None:
         """W ← (1 - decay) W - length m."""
-        value = _as(p, computing(p.dtype))
-        momentum = _as(momentum, value.dtype)
+        value = p.to(computing(p.dtype))
+        momentum = momentum.to(value.dtype)
         if isinstance(length, Tensor) or isinstance(decay, Tensor):
             value.mul_(1 - decay).addcmul_(momentum, torch.as_tensor(length).to(value), value=-1)
         elif decay and length and value.is_contiguous() and momentum.is_contiguous():
@@ -257,68 +187,6 @@ class SteppingOptimizer(CollectingOptimizer):
             for name, p in named_parameters(self._watch.model).items():
                 if p in bad:
                     self._reporter.note("gradient", name)
-
-
-def _scales(k: Product, c: Product, has_bias: bool) -> Scales | None:
-    """What is kept of diagonal factors."""
-    if not isinstance(k.square, Squares) or not isinstance(c.square, Squares):
-        return None
-    rows, columns = c.entries.unsqueeze(-1), k.entries.unsqueeze(-2)
-    if not has_bias:
-        return Scales(rows, columns, None)
-    return Scales(rows, columns[..., :-1], c.entries * k.entries[..., -1:])
-
-
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
-def _beside(matrix: Tensor, column: Tensor) -> Tensor:
-    """A matrix and one column more, stored by columns where the matrix is."""
-    if matrix.stride(-1) != 1 and matrix.mT.is_contiguous():
-        return torch.cat((matrix.mT, column.mT), dim=-2).mT
-    return torch.cat((matrix, column), dim=-1)
-
-
-CHUNK = 1 << 16
-"""On a CPU so many numbers go through several operations at a time, so that they stay in its cache."""
-
-
-def accumulate(momentum: Tensor, update: Tensor, rate: float) -> Tensor:
-    """The momentum α₂ m + update, in place and rounded once."""
-    if momentum.dtype == update.dtype:
-        return torch.add(update, momentum, alpha=rate, out=momentum)
-    return momentum.copy_(torch.add(update, momentum, alpha=rate))
-
-
-def _scaled_momenta(
-    layer: Layer, parts: list[Part], gradients: list[Tensor], scales: Scales
-) -> list[Tensor] | None:
-    """The momenta for diagonal factors, row by row; None if a row of the matrix is none of the momentum."""
-    weight, dtype = parts[0], scales.rows.dtype
-    if not weight.group["momentum"] or weight.p.dtype != dtype:
-        return None
-    stored = [gradients[0], weight.state["momentum_buffer"], weight.p]
-    if any(not tensor.is_contiguous() for tensor in stored):
-        return None
-    g, m, w = (layer.adapter.weight_matrix(layer.module, tensor) for tensor in stored)
-    if m.data_ptr() != stored[1].data_ptr() or m.numel() != stored[1].numel() or m.ndim != 2:
-        return None
-    rows, columns = scales.rows, scales.columns
-    if layer.adapter.transposed:
-        g, m, w, rows, columns = g.mT, m.mT, w.mT, columns.mT, rows.mT
-    size = max(1, CHUNK // g.shape[1]) if g.device.type == "cpu" else len(g)
-    decay = 0.0 if weight.group["decoupled_weight_decay"] else weight.group["weight_decay"]
-    chunks = zip(*(tensor.split(size) for tensor in (g, m, w, rows)), strict=True)
-    for g_rows, m_rows, w_rows, factors in chunks:
-        natural = torch.mul(g_rows, factors).mul_(columns)
-        if decay:
-            natural.add_(w_rows, alpha=decay)
-        accumulate(m_rows, natural, weight.group["momentum"])
-    momenta = [weight.state["momentum_buffer"]]
-    if len(parts) > 1 and scales.bias is not None:
-        momenta.append(parts[1].momentum(gradients[1] * scales.bias.view(gradients[1].shape)))
-    return momenta
 
 
 def _fused_descent(weight: Tensor, momentum: Tensor, length: float, decay: float) -> None:

@@ -124,12 +124,30 @@ class _BlockSquares(Square):
 
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
         # The batched product is slow to write columns: where out is laid out by these, it is turned after it.
-        turn = out.mT.is_contiguous() and not out.is_contiguous()
+        turn = out.stride(-1) != 1 and out.mT.is_contiguous()
         result = out.new_empty(out.shape) if turn else out
-        blocks, rows, into = self.structure._blocks(entries), self.structure._rows(x), result
-        for p, q, r in zip(blocks, rows, self.structure._rows(into), strict=True):
-            if r.numel():
-                torch.matmul(p, q, out=r)
+        s = self.structure
+        block, rows, lead = s.block, s._full * s.block, entries.shape[:-1]
+        if lead:
+            for p, q, r in zip(s._blocks(entries), s._rows(x), s._rows(result), strict=True):
+                if r.numel():
+                    torch.matmul(p, q, out=r)
+        else:  # as nearly always, with as few calls as possible
+            blocks = entries.narrow(0, 0, rows * block).view(-1, block, block)
+            into = result.narrow(0, 0, rows).unflatten(0, (-1, block))
+            torch.bmm(blocks, x.narrow(0, 0, rows).unflatten(0, (-1, block)), out=into)
+            if s._tail:
+                tail = entries.narrow(0, rows * block, s._tail**2).view(s._tail, s._tail)
+                torch.mm(tail, x.narrow(0, rows, s._tail), out=result.narrow(0, rows, s._tail))
         if turn:
             out.mT.copy_(result.mT)
         return out
+
+    @property
+    def mixes(self) -> int:  # type: ignore[override]
+        return self.structure.block
+
+    def rows(self, entries: Tensor, start: int, stop: int) -> tuple[Square, Tensor]:
+        block = self.structure.block
+        some = BlockDiagonal(stop - start, block)
+        return _BlockSquares(some), entries[..., start * block : start * block + some.numel]

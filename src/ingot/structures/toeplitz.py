@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ingot.structures.base import Structure
 
-CHUNK = 1 << 18
+CHUNK = 1 << 17
 """So many numbers are transformed at a time: few enough for a cache, enough to be worth a call."""
 
 
