@@ -14,9 +14,13 @@ from ingot.groups import Group
 from ingot.model import Layer
 from ingot.precision import keeping
 from ingot.rules import Pair, Product
+from ingot.scalars import Number, number
 
-CHUNK = 1 << 18
-"""On a CPU so many numbers go through several operations at a time, so that they stay in its cache."""
+CHUNK = 1 << 17
+"""On a CPU so many numbers go through several operations at a time: new memory for more takes time to map."""
+
+LARGE = 1 << 20
+"""With diagonal factors, so many still go through at once: what they need is mapped already."""
 
 
 class Kept(NamedTuple):
@@ -50,6 +54,17 @@ class Part(NamedTuple):
                 del self.state[key]
         if self.group["momentum"] and "momentum_buffer" not in self.state:
             self.state["momentum_buffer"] = torch.zeros_like(self.p, dtype=keeping(self.p.dtype))
+
+    @property
+    def gradient(self) -> Tensor:
+        """Its gradient, which it has."""
+        assert self.p.grad is not None
+        return self.p.grad
+
+    @property
+    def lr(self) -> Number:
+        """Its learning rate."""
+        return number(self.group["lr"])
 
     @property
     def decay(self) -> float:
@@ -169,7 +184,8 @@ def move_momenta(rows: list[Rows], kept: Kept, squares: list[Tensor] | None) -> 
         by_columns = whole.stride(-1) != 1 and weight.gradient.stride(-1) == 1
         weight = weight._replace(gradient=whole.contiguous() if by_columns else whole)
     start = 0
-    for some in weight.split(_chunk_rows(weight.gradient, mixes)):
+    is_light = mixes == 1 and of_columns is not None
+    for some in weight.split(_chunk_rows(weight.gradient, mixes, LARGE if is_light else CHUNK)):
         natural, stop = _as(some.gradient, dtype), start + len(some.gradient)
         if mixes:
             is_all = len(natural) == len(weight.gradient)
@@ -194,11 +210,11 @@ def _product(product: Product, x: Tensor) -> Tensor:
     return product.apply(x, torch.empty_like(x))
 
 
-def _chunk_rows(matrix: Tensor, mixes: int) -> int:
+def _chunk_rows(matrix: Tensor, mixes: int, limit: int) -> int:
     """How many rows to take at a time: whole groups of those that are mixed."""
-    if matrix.device.type != "cpu":
+    if matrix.device.type != "cpu" or matrix.numel() <= limit:
         return len(matrix)
-    groups = CHUNK // (max(1, mixes) * matrix.shape[1])
+    groups = limit // (max(1, mixes) * matrix.shape[1])
     return max(1, groups) * max(1, mixes)
 
 

@@ -298,9 +298,9 @@ class NaturalGradient(SteppingOptimizer):
             if layer.weight.grad is not None and self.rule.names[0] in self.state.get(layer.weight, {})
         ]
         self._update_factors(layers, scale)
-        for layer in layers:
-            self._step_layer(layer)
-            done.update(layer.parameters)
+        for several in _buckets(layers):
+            self._step_layers(several)
+            done.update(p for layer in several for p in layer.parameters)
         for layer in self._layers.values():
             layer.pending = None
         for group in self.param_groups:
@@ -406,6 +406,25 @@ class NaturalGradient(SteppingOptimizer):
 
 LARGE = 1 << 16
 """Factors of more entries than this are updated one layer at a time: there, the operations take the time."""
+
+
+BUCKET = 1 << 23
+"""Layers take their steps together as far as they have no more weights than this, which caches may hold."""
+
+
+def _buckets(layers: list[Layer]) -> list[list[Layer]]:
+    """Layers one after the other, several at a time if they are small and on one device."""
+    buckets: list[list[Layer]] = []
+    size = 0
+    for layer in layers:
+        weight = layer.weight
+        if buckets and weight.device == buckets[-1][0].weight.device and size + weight.numel() <= BUCKET:
+            buckets[-1].append(layer)
+            size += weight.numel()
+        else:
+            buckets.append([layer])
+            size = weight.numel()
+    return buckets
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

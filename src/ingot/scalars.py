@@ -70,15 +70,21 @@ def greatest(value: Number, bound: float) -> Number:
 
 def root_mean_square(tensors: list[Tensor]) -> Number:
     """The root mean square of all entries together."""
-    total: Number = sum(map(_sum_of_squares, tensors))
-    mean = total / sum(tensor.numel() for tensor in tensors)
-    return mean.sqrt() if isinstance(mean, Tensor) else math.sqrt(mean)
+    return root_mean_squares([tensors])[0]
 
 
-def _sum_of_squares(tensor: Tensor) -> Number:
-    if tensor.dtype == computing(tensor.dtype) and not tensor.is_complex():
-        for flat in (tensor, tensor.mT) if tensor.ndim > 1 else (tensor,):
-            if flat.is_contiguous():  # a dot product takes half the time of a norm
-                return number(torch.dot(flat.view(-1), flat.view(-1)))
-    norm = number(torch.linalg.vector_norm(tensor, dtype=computing(tensor.dtype)))
-    return norm * norm
+def root_mean_squares(sets: list[list[Tensor]]) -> list[Number]:
+    """The root mean square of all entries of each of several sets of tensors on one device."""
+    sums = torch.stack([_sum_of_squares(tensor) for tensors in sets for tensor in tensors])
+    found: Any = iter(sums.tolist() if _at_hand(sums) else sums.unbind())
+    means = [sum(next(found) for _ in ts) / sum([t.numel() for t in ts]) for ts in sets]
+    return [mean.sqrt() if isinstance(mean, Tensor) else math.sqrt(mean) for mean in means]
+
+
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    if tensor.dtype in (torch.float32, torch.float64):
+        flat = tensor if tensor.is_contiguous() else tensor.mT if tensor.ndim > 1 else tensor
+        if flat.is_contiguous():  # a dot product takes half the time of a norm
+            flat = flat.view(-1)
+            return torch.dot(flat, flat)
+    return torch.linalg.vector_norm(tensor, dtype=computing(tensor.dtype)).square()

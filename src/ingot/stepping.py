@@ -15,38 +15,40 @@ from ingot.model import Layer, named_parameters
 from ingot.natural import Kept, Part, move_momenta, natural_gradient, rows_of
 from ingot.precision import computing, put
 from ingot.rules import Product
-from ingot.scalars import Flag, Number, is_finite, no, number, root_mean_square, where
+from ingot.scalars import Flag, Number, is_finite, no, number, root_mean_square, root_mean_squares, where
 from ingot.structures import Square
 
 
 class SteppingOptimizer(CollectingOptimizer):
     """What moves the parameters, once the factors are up to date."""
 
-    def _step_layer(self, layer: Layer) -> None:
-        state, group = self.state[layer.weight], self._group(layer.weight)
+    def _step_layers(self, layers: list[Layer]) -> None:
+        """Take the steps of some layers on one device: all momenta first, so that sizes are read at once."""
         parts = [
-            Part(p, self.state[p], group if p is layer.weight else self._group(p))
-            for p in layer.parameters
-            if p.grad is not None
+            [Part(p, self.state[p], self._group(p)) for p in layer.parameters if p.grad is not None]
+            for layer in layers
         ]
+        sizes = root_mean_squares([[part.gradient for part in of_layer] for of_layer in parts])
+        momenta = [
+            self._momenta(layer, of_layer, self._trusted(layer, of_layer[0].group, size), size)
+            for layer, of_layer, size in zip(layers, parts, sizes, strict=True)
+        ]
+        sizes = root_mean_squares(momenta)
+        for layer, of_layer, its_momenta, size in zip(layers, parts, momenta, sizes, strict=True):
+            if is_finite(size) is not True:
+                size = self._without_overflow(layer, its_momenta, size)
+            lengths = self._lengths(layer, of_layer, size)
+            steps = self.state[layer.weight]["steps"]
+            for part, momentum, length in zip(of_layer, its_momenta, lengths, strict=True):
+                self._descend(part, momentum, length, steps)
+            self.state[layer.weight]["steps"] += 1
+
+    def _momenta(self, layer: Layer, parts: list[Part], trusted: Flag, size: Number) -> list[Tensor]:
+        """The momenta of weight and bias after natural gradients; ``size`` is that of the plain ones."""
         for part in parts:
             part.begin()
-        trusted = self._trusted(layer, group)
-        momenta = self._momenta(layer, group, parts, trusted)
-        size = root_mean_square(momenta)
-        momenta, size = self._without_overflow(layer, momenta, size)
-        lengths = self._lengths(layer, parts, size) if group["normalize_step"] else None
-        for index, (part, momentum) in enumerate(zip(parts, momenta, strict=True)):
-            lr = number(part.group["lr"])
-            decay = lr * part.group["weight_decay"] if part.group["decoupled_weight_decay"] else 0.0
-            length = lr if lengths is None else lengths[index]
-            self._descend(part.p, momentum, length, decay, state["steps"])
-        state["steps"] += 1
-
-    def _momenta(self, layer: Layer, group: Group, parts: list[Part], trusted: Flag) -> list[Tensor]:
-        """The momenta of weight and bias after their natural gradients."""
+        kept = self._kept(layer, parts[0].group)
         gradients = [self._gradient(p, trusted) for p in layer.parameters]
-        kept = self._kept(layer, group)
         squares: list[Tensor] | None = None if layer.pending is None else []
         rows = rows_of(layer, parts, gradients)
         if rows is not None:
@@ -58,7 +60,7 @@ class SteppingOptimizer(CollectingOptimizer):
                 squares += [torch.linalg.vector_norm(n).square() for n in natural.values()]
             momenta = [part.momentum(natural[part.p]) for part in parts]
         if squares is not None:
-            self._note_gain(layer, squares)
+            self._note_gain(layer, squares, size)
         return momenta
 
     def _kept(self, layer: Layer, group: Group) -> Kept:
@@ -94,20 +96,17 @@ class SteppingOptimizer(CollectingOptimizer):
         gradient = p.grad if trusted is True else torch.where(torch.as_tensor(trusted), p.grad, 0)
         return -gradient if self._group(p)["maximize"] else gradient
 
-    def _note_gain(self, layer: Layer, squares: list[Tensor]) -> None:
+    def _note_gain(self, layer: Layer, squares: list[Tensor], size: Number) -> None:
         """Keep how much longer the natural gradient is than the plain one, for the diagnostics."""
-        gradients = [p.grad for p in layer.parameters if p.grad is not None]
-        plain, state = root_mean_square(gradients), self.state[layer.weight]
         mean = torch.stack(squares).sum() / sum(p.numel() for p in layer.parameters)
-        gain = number(mean.sqrt()) / stability.at_least_tiny(plain)
+        gain, state = number(mean.sqrt()) / stability.at_least_tiny(size), self.state[layer.weight]
         _note(state, "gain", where(is_finite(gain), gain, number(state["gain"])))
 
     # --- What must not get in ---------------------------------------------------------------------------
 
-    def _trusted(self, layer: Layer, group: Group) -> Flag:
+    def _trusted(self, layer: Layer, group: Group, size: Number) -> Flag:
         """Whether a layer's gradient is finite and not out of all proportion."""
         state = self.state[layer.weight]
-        size = root_mean_square([p.grad for p in layer.parameters if p.grad is not None])
         trusted = is_finite(size)
         if group["normalize_step"]:
             usual = number(state["size"])
@@ -116,17 +115,13 @@ class SteppingOptimizer(CollectingOptimizer):
         self._count_dropped(layer, trusted)
         return trusted
 
-    def _without_overflow(
-        self, layer: Layer, momenta: list[Tensor], size: Number
-    ) -> tuple[list[Tensor], Number]:
-        """Momenta that are finite: if they grew beyond all numbers, they start anew."""
+    def _without_overflow(self, layer: Layer, momenta: list[Tensor], size: Number) -> Number:
+        """Let momenta start anew that grew beyond all numbers; returns their size."""
         finite = is_finite(size)
-        if finite is True:
-            return momenta, size
         self._count_dropped(layer, finite)
         for momentum in momenta:
             momentum.masked_fill_(torch.as_tensor(no(finite), device=momentum.device), 0.0)
-        return momenta, where(finite, size, 0.0)
+        return where(finite, size, 0.0)
 
     def _count_dropped(self, layer: Layer, trusted: Flag) -> None:
         if trusted is not True:
@@ -139,9 +134,11 @@ class SteppingOptimizer(CollectingOptimizer):
 
     def _lengths(self, layer: Layer, parts: list[Part], size: Number) -> list[Number]:
         """What momenta of this size are multiplied with."""
+        if not parts[0].group["normalize_step"]:
+            return [part.lr for part in parts]
         d_i, weight, lengths = layer.structures[0].dim, None, []
         for part in parts:
-            lr, bound = number(part.group["lr"]), part.group["max_relative_step"]
+            lr, bound = part.lr, part.group["max_relative_step"]
             if bound is not None and (isinstance(lr, Tensor) or stability.may_bind(lr, d_i, bound)):
                 weight = root_mean_square([layer.weight]) if weight is None else weight
                 lengths.append(stability.step_length(lr, size, weight, d_i, bound))
@@ -149,8 +146,10 @@ class SteppingOptimizer(CollectingOptimizer):
                 lengths.append(stability.step_length(lr, size, 0.0, d_i, None))
         return lengths
 
-    def _descend(self, p: Tensor, momentum: Tensor, length: Number, decay: Number, step: int) -> None:
+    def _descend(self, part: Part, momentum: Tensor, length: Number, step: int) -> None:
         """W ← (1 - decay) W - length m."""
+        p, group = part.p, part.group
+        decay = part.lr * group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
         value = p.to(computing(p.dtype))
         momentum = momentum.to(value.dtype)
         if isinstance(length, Tensor) or isinstance(decay, Tensor):

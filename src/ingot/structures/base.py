@@ -186,12 +186,17 @@ def beside(x: Tensor, constant: float) -> Tensor:
     return torch.cat((x.mT, number.expand(*x.shape[:-2], x.shape[-1], 1)), dim=-1).mT
 
 
+def power_start(a: Tensor, dim: int | None = None) -> Tensor:
+    """Where power iteration starts: a vector with no preferred direction, the same every time."""
+    dim = a.shape[-1] if dim is None else dim
+    # The fractional parts of multiples of the golden ratio.
+    return (torch.arange(1, dim + 1, device=a.device, dtype=a.dtype) * 0.6180339887).frac() - 0.4
+
+
 def power_iteration(structure: Structure, a: Tensor, iterations: int) -> Tensor:
     """|A|₂ from below, by power iteration on AᵀA (on A itself it misses that of a non-symmetric A)."""
-    # A fixed start with no preferred direction: the fractional parts of multiples of the golden ratio.
-    start = (torch.arange(1, structure.dim + 1, device=a.device, dtype=a.dtype) * 0.6180339887).frac() - 0.4
     tiny = torch.finfo(a.dtype).tiny
-    x = start.unsqueeze(-1).expand(*a.shape[:-1], structure.dim, 1)
+    x = power_start(a, structure.dim).unsqueeze(-1).expand(*a.shape[:-1], structure.dim, 1)
     norm = torch.linalg.vector_norm(x, dim=-2, keepdim=True)
     for _ in range(iterations):
         x = structure.apply_t(a, structure.apply(a, x / norm.clamp_min(tiny)))
