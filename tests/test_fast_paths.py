@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_atte
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ingot
-from ingot import natural, scalars, statistics, stepping
 from ingot import optimizer as optimizer_module
+from ingot import scalars, statistics, stepping
 from ingot.structures import BlockDiagonal, Dense, Diagonal, registered
 
 OPTIMIZERS = [ingot.SINGD, ingot.INGD, ingot.IKFAC, ingot.KFAC]
@@ -333,42 +333,42 @@ def test_a_bad_batch_of_one_layer_does_not_touch_the_others():
 # --- Weights ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, ingot.PAPER, {"maximize": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, ingot.PAPER, {"momentum": 0.0}, {"maximize": True}], ids=str)
+def test_diagonal_factors_as_numbers_for_rows_and_columns(settings):
+    kind = ingot.SINGD, "diagonal"
+    scaled = trained(kind, **settings)
+    with patch.object(stepping, "scales", lambda *_: None):
+        assert_same(trained(kind, **settings), scaled)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_layers_row_by_row_or_as_a_whole(kind, settings):
-    by_rows = trained(kind, **settings)
-    with patch.object(stepping, "rows_of", lambda *_: None):
-        assert_same(trained(kind, **settings), by_rows)
-    with patch.object(natural, "CHUNK", 60):
-        assert_same(trained(kind, **settings), by_rows)
+def test_layers_in_one_bucket_or_each_in_its_own(kind):
+    together = trained(kind)
+    with patch.object(optimizer_module, "BUCKET", 0):
+        assert_same(trained(kind), together)
 
 
-def test_most_layers_go_row_by_row():
-    model, taken = network(), []
-    rows_of = stepping.rows_of
-
-    def watched(layer, *rest):
-        rows = rows_of(layer, *rest)
-        taken.append(rows is not None)
-        return rows
-
-    optimizer = ingot.SINGD(model, structure="diagonal", precond_warmup=0)
-    train(model, optimizer, 1)
-    with patch.object(stepping, "rows_of", watched):
-        train(model, optimizer, 1)
-    assert len(taken) == len(optimizer._layers)
-    assert taken.count(False) == 2  # groups, and a transposed convolution
+def test_momenta_have_memory_of_their_own():
+    model = network()
+    optimizer = ingot.SINGD(model, structure="block_diagonal(4)")
+    train(model, optimizer, 2)
+    for p in model.parameters():
+        momentum = optimizer.state[p].get("momentum_buffer")
+        if momentum is not None:
+            assert momentum.untyped_storage().nbytes() == momentum.nbytes
+            assert momentum.stride() == p.stride()
 
 
-def test_a_natural_gradient_that_overflows_starts_the_momentum_anew():
+def test_a_natural_gradient_that_overflows_counts_as_zero():
     model = nn.Linear(3, 2)
     optimizer = ingot.SINGD(model, structure="diagonal", precond_every=100, precond_warmup=0)
     for factor in (1.0, 1e25):
         optimizer.zero_grad()
         model(torch.ones(4, 3)).sum().backward()
+        before = optimizer.state[model.weight].get("momentum_buffer", torch.ones(1)).clone()
         with nullcontext() if factor == 1 else pytest.warns(ingot.HealthWarning):
             optimizer.state[model.weight].get("K", torch.ones(1)).mul_(factor)
             optimizer.step()
     assert all(p.isfinite().all() for p in model.parameters())
-    assert not optimizer.state[model.weight]["momentum_buffer"].any()
+    torch.testing.assert_close(optimizer.state[model.weight]["momentum_buffer"], 0.9 * before)
     assert optimizer.state[model.weight]["dropped"].item() == 1

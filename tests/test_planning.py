@@ -196,8 +196,8 @@ def measured(model: nn.Module, loss, optimizer_class=SINGD, **settings) -> tuple
     loss(model).backward()
     optimizer.step()
     kept = [layer.kept for layer in optimizer._layers.values() if layer.kept is not None]
-    tensors = [product.entries for k in kept for product in k.products if product.square.numel]
-    tensors += [k.scales[2] for k in kept if k.scales is not None and k.scales[2] is not None]
+    tensors = [product.entries for its in kept for product in (its.k, its.c) if product.square.numel]
+    tensors += [k.scales.bias for k in kept if k.scales is not None and k.scales.bias is not None]
     return state_bytes(optimizer) + sum(t.numel() * t.element_size() for t in tensors), plan
 
 
@@ -304,7 +304,7 @@ def test_the_table_has_a_line_for_layers_that_are_alike():
     model = nn.Sequential(
         nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
     )
-    text = str(ingot.plan(model, example=torch.zeros(2, 8)))
+    text = str(ingot.plan(model, example=torch.zeros(2, 8), cache_products=True))
     head, rule, first, several, rest, blank, *summary = text.splitlines()
     assert head.split("  ")[0] == "layer"
     assert head.rstrip().endswith("/ fwd+bwd")

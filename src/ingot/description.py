@@ -121,6 +121,8 @@ def cached_bytes(optimizer: NaturalGradient, layer: Layer) -> int:
     dtype = computing(optimizer._state_dtype(layer.weight, optimizer.rule.keys[0]))
     k, c = optimizer._kept_squares(layer)
     entries = k.numel + c.numel
+    if layer.bias is not None and not layer.shape[0] and k.mixes == c.mixes == 1:
+        entries += c.numel  # what the bias is multiplied with, where both are diagonal
     return prod(layer.shape[0]) * entries * dtype.itemsize
 
 

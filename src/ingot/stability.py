@@ -55,8 +55,8 @@ def at_least_tiny(value: Number) -> Number:
 EXPLOSION = 1e6
 """A batch whose tr(U) or tr(G) is so many times its moving average says nothing of the curvature."""
 
-OUTLIER = 1e3
-"""A gradient so many times its usual size says nothing of where to go."""
+OUTLIER = 300
+"""A gradient that makes the momentum so many times its usual size says nothing of where to go."""
 
 NO_CURVATURE = 1e-30
 """Traces below this are round-off. The factors that fit them could not be squared in float32."""
@@ -83,7 +83,7 @@ def has_exploded(average: Tensor, new: Tensor) -> Tensor:
 
 
 def is_usual(size: Number, usual: Number, steps: int) -> Flag:
-    """Whether a gradient has a size that can be trusted: finite, and not far beyond the usual."""
+    """Whether a new momentum has a size that can be trusted: finite, and not far beyond the usual."""
     is_outlier = (usual > 0) & (size > OUTLIER * usual) & (steps >= SETTLED_STEPS)
     return scalars.is_finite(size) & no(is_outlier)
 

@@ -12,7 +12,7 @@ from ingot import stability
 from ingot.collecting import CollectingOptimizer
 from ingot.groups import Group
 from ingot.model import Layer, named_parameters
-from ingot.natural import Kept, Part, move_momenta, natural_gradient, rows_of
+from ingot.natural import Kept, Part, natural_gradient, scales
 from ingot.precision import computing, put
 from ingot.rules import Product
 from ingot.scalars import Flag, Number, is_finite, no, number, root_mean_square, root_mean_squares, where
@@ -28,40 +28,29 @@ class SteppingOptimizer(CollectingOptimizer):
             [Part(p, self.state[p], self._group(p)) for p in layer.parameters if p.grad is not None]
             for layer in layers
         ]
-        sizes = root_mean_squares([[part.gradient for part in of_layer] for of_layer in parts])
-        momenta = [
-            self._momenta(layer, of_layer, self._trusted(layer, of_layer[0].group, size), size)
-            for layer, of_layer, size in zip(layers, parts, sizes, strict=True)
-        ]
+        momenta = [self._momenta(layer, its_parts) for layer, its_parts in zip(layers, parts, strict=True)]
         sizes = root_mean_squares(momenta)
-        for layer, of_layer, its_momenta, size in zip(layers, parts, momenta, sizes, strict=True):
-            if is_finite(size) is not True:
-                size = self._without_overflow(layer, its_momenta, size)
-            lengths = self._lengths(layer, of_layer, size)
+        for layer, its_parts, its_momenta, size in zip(layers, parts, momenta, sizes, strict=True):
+            trusted = self._trusted(layer, its_parts[0].group, size)
+            if trusted is not True:
+                its_momenta, size = self._without_gradient(its_parts, its_momenta, trusted)
             steps = self.state[layer.weight]["steps"]
-            for part, momentum, length in zip(of_layer, its_momenta, lengths, strict=True):
-                self._descend(part, momentum, length, steps)
-            self.state[layer.weight]["steps"] += 1
+            lengths = self._lengths(layer, its_parts, size)
+            for part, momentum, length in zip(its_parts, its_momenta, lengths, strict=True):
+                self._descend(part, part.keep(momentum), length, steps)
+            self.state[layer.weight]["steps"] = steps + 1
 
-    def _momenta(self, layer: Layer, parts: list[Part], trusted: Flag, size: Number) -> list[Tensor]:
-        """The momenta of weight and bias after natural gradients; ``size`` is that of the plain ones."""
+    def _momenta(self, layer: Layer, parts: list[Part]) -> list[Tensor]:
+        """What the momenta of weight and bias will be after their natural gradients."""
         for part in parts:
             part.begin()
-        kept = self._kept(layer, parts[0].group)
-        gradients = [self._gradient(p, trusted) for p in layer.parameters]
-        squares: list[Tensor] | None = None if layer.pending is None else []
-        rows = rows_of(layer, parts, gradients)
-        if rows is not None:
-            move_momenta(rows, kept, squares)
-            momenta = [part.state["momentum_buffer"] for part in parts]
-        else:
-            natural = dict(zip(layer.parameters, natural_gradient(layer, kept, gradients), strict=True))
-            if squares is not None:
-                squares += [torch.linalg.vector_norm(n).square() for n in natural.values()]
-            momenta = [part.momentum(natural[part.p]) for part in parts]
-        if squares is not None:
-            self._note_gain(layer, squares, size)
-        return momenta
+        gradients = [self._gradient(p) for p in layer.parameters]
+        natural = natural_gradient(layer, self._kept(layer, parts[0].group), gradients)
+        if layer.pending is not None:
+            self._note_gain(layer, natural, gradients)
+        if len(parts) < len(natural):  # a gradient is missing
+            natural = [n for n, p in zip(natural, layer.parameters, strict=True) if p.grad is not None]
+        return [part.with_momentum(n) for part, n in zip(parts, natural, strict=True)]
 
     def _kept(self, layer: Layer, group: Group) -> Kept:
         """K Kᵀ and C Cᵀ; where they are worth keeping, those that were made after the last factor update."""
@@ -73,9 +62,9 @@ class SteppingOptimizer(CollectingOptimizer):
         sources = state[k], state[c]
         squares = self.rule.squares(layer.structures, kept_for)
         pairs = zip(squares, sources, strict=True)
-        products = (Product(square, square.of(a.to(computing(a.dtype)))) for square, a in pairs)
+        of_k, of_c = (Product(square, square.of(a.to(computing(a.dtype)))) for square, a in pairs)
         versions = sources[0]._version, sources[1]._version
-        kept = Kept(layer.structures, kept_for, sources, versions, *products)
+        kept = Kept(layer.structures, kept_for, sources, versions, of_k, of_c, scales(of_k, of_c, layer.bias))
         layer.kept = kept if any(square.numel for square in squares) else None
         return kept
 
@@ -90,22 +79,21 @@ class SteppingOptimizer(CollectingOptimizer):
         """How K Kᵀ and C Cᵀ are kept."""
         return self.rule.squares(layer.structures, self._kept_for(layer, self._group(layer.weight)))
 
-    def _gradient(self, p: nn.Parameter, trusted: Flag) -> Tensor:
-        if p.grad is None or trusted is False:
+    def _gradient(self, p: nn.Parameter) -> Tensor:
+        if p.grad is None:
             return torch.zeros_like(p)
-        gradient = p.grad if trusted is True else torch.where(torch.as_tensor(trusted), p.grad, 0)
-        return -gradient if self._group(p)["maximize"] else gradient
+        return -p.grad if self._group(p)["maximize"] else p.grad
 
-    def _note_gain(self, layer: Layer, squares: list[Tensor], size: Number) -> None:
+    def _note_gain(self, layer: Layer, natural: list[Tensor], gradients: list[Tensor]) -> None:
         """Keep how much longer the natural gradient is than the plain one, for the diagnostics."""
-        mean = torch.stack(squares).sum() / sum(p.numel() for p in layer.parameters)
-        gain, state = number(mean.sqrt()) / stability.at_least_tiny(size), self.state[layer.weight]
+        long, short = root_mean_squares([natural, gradients])
+        gain, state = long / stability.at_least_tiny(short), self.state[layer.weight]
         _note(state, "gain", where(is_finite(gain), gain, number(state["gain"])))
 
     # --- What must not get in ---------------------------------------------------------------------------
 
     def _trusted(self, layer: Layer, group: Group, size: Number) -> Flag:
-        """Whether a layer's gradient is finite and not out of all proportion."""
+        """Whether a layer's new momentum is finite and not out of all proportion."""
         state = self.state[layer.weight]
         trusted = is_finite(size)
         if group["normalize_step"]:
@@ -115,13 +103,15 @@ class SteppingOptimizer(CollectingOptimizer):
         self._count_dropped(layer, trusted)
         return trusted
 
-    def _without_overflow(self, layer: Layer, momenta: list[Tensor], size: Number) -> Number:
-        """Let momenta start anew that grew beyond all numbers; returns their size."""
-        finite = is_finite(size)
-        self._count_dropped(layer, finite)
-        for momentum in momenta:
-            momentum.masked_fill_(torch.as_tensor(no(finite), device=momentum.device), 0.0)
-        return where(finite, size, 0.0)
+    def _without_gradient(
+        self, parts: list[Part], momenta: list[Tensor], trusted: Flag
+    ) -> tuple[list[Tensor], Number]:
+        """Momenta after a gradient of zero where those after the real one are not trusted, and their size."""
+        found = []
+        for part, momentum in zip(parts, momenta, strict=True):
+            other = part.with_momentum(torch.zeros_like(momentum))
+            found.append(torch.where(trusted, momentum, other) if isinstance(trusted, Tensor) else other)
+        return found, root_mean_square(found)
 
     def _count_dropped(self, layer: Layer, trusted: Flag) -> None:
         if trusted is not True:

@@ -404,16 +404,21 @@ def test_adamw_takes_a_gradient_that_is_not_finite_for_zero():
 
 
 @pytest.mark.parametrize(
-    ("steps", "scale", "is_dropped"), [(9, 1e4, False), (10, 900, False), (10, 1100, True)]
+    ("steps", "growth", "is_dropped"), [(9, 1e4, False), (10, 280, False), (10, 320, True)]
 )
-def test_a_gradient_beyond_a_thousand_times_the_usual_is_dropped(steps, scale, is_dropped):
-    """From the tenth step on."""
+def test_a_gradient_that_makes_the_momentum_too_large_is_dropped(steps, growth, is_dropped):
+    """More than 300 times as large as usual, from the tenth step on."""
     model = mlp()
     optimizer = SINGD(model, lr=0.0, precond_every=1000, precond_warmup=0)
     for _ in range(steps):
         step(model, optimizer)
-    momentum = optimizer.state[model[0].weight]["momentum_buffer"].clone()
-    step(model, optimizer, scale)
+    state = optimizer.state[model[0].weight]
+    momentum, usual = state["momentum_buffer"].clone(), state["size"].item()
+    # With always the same gradient, the momentum is that many times as long.
+    gradients = sum(0.9**n for n in range(steps))
+    bias = optimizer.state[model[0].bias]["momentum_buffer"]
+    size = torch.cat((momentum.flatten(), bias)).square().mean().sqrt().item() / gradients
+    step(model, optimizer, growth * usual / size)
     assert counts(optimizer, "dropped") == ({"0": 1, "2": 1} if is_dropped else {})
     decayed = optimizer.state[model[0].weight]["momentum_buffer"].allclose(0.9 * momentum)
     assert decayed == is_dropped

@@ -116,7 +116,7 @@ class BlockDiagonal(Structure):
 
 
 def _norms(blocks: Tensor) -> Tensor:
-    """Spectral norms of small matrices ``[..., rows, rows]``; sums of products are faster than matmul here."""
+    """Spectral norms of small matrices ``[..., rows, rows]``; sums are faster than matmul for these."""
     tiny = torch.finfo(blocks.dtype).tiny
     y = blocks @ power_start(blocks)
     for _ in range(3):
