@@ -68,7 +68,8 @@ def curvature(factor: Factor, x: Tensor) -> Tensor:
 def direction(factor: Factor, h: Tensor, weight: Tensor | float, damping: Tensor | float) -> Tensor:
     """½ Π̂(w H + λ KᵀK - I): where the factor should move, in its logarithm space."""
     s, entries = factor
-    return 0.5 * (weight * h + damping * s.self_gram(entries) - s.identity_like(entries))
+    damped = s.self_gram(entries).mul_(0.5 * damping)  # in place: new memory takes time
+    return s.add_identity_(damped.add_(0.5 * weight * h), -0.5)
 
 
 def ingd(k: Factor, c: Factor, h_k: Tensor, h_c: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -90,7 +91,7 @@ def ikfac(
 
 def move(factor: Factor, m: Tensor, lr: Tensor | float) -> Tensor:
     """K (I - β₁ m): the exponential map, cut off after its linear term."""
-    return factor.entries - lr * factor.structure.matmul(factor.entries, m)
+    return factor.structure.matmul(factor.entries, m).mul_(-lr).add_(factor.entries)
 
 
 def natural_gradient(k: Product, c: Product, gradient: Tensor) -> Tensor:

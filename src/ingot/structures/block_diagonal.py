@@ -94,8 +94,13 @@ class BlockDiagonal(Structure):
         last = beside(last, constant)
         return torch.cat(((first @ first.mT).flatten(-3), (last @ last.mT).flatten(-2)), dim=-1)
 
+    def add_identity_(self, a: Tensor, value: float) -> Tensor:
+        for blocks in self._blocks(a):
+            blocks.diagonal(dim1=-2, dim2=-1).add_(value)
+        return a
+
     def norm(self, a: Tensor) -> Tensor:
-        """The largest of the blocks' norms, each by three steps of power iteration."""
+        """The largest of the blocks' norms, each by two steps of power iteration."""
         full, tail = self._blocks(a)
         norms = _norms(full).amax(-1, keepdim=True)
         return torch.maximum(norms, _norms(tail).unsqueeze(-1)) if self._tail else norms
@@ -119,7 +124,7 @@ def _norms(blocks: Tensor) -> Tensor:
     """Spectral norms of small matrices ``[..., rows, rows]``; sums are faster than matmul for these."""
     tiny = torch.finfo(blocks.dtype).tiny
     y = blocks @ power_start(blocks)
-    for _ in range(3):
+    for _ in range(2):
         y = y / torch.linalg.vector_norm(y, dim=-1, keepdim=True).clamp_min(tiny)
         x = (blocks * y.unsqueeze(-1)).sum(-2)
         norm = torch.linalg.vector_norm(x, dim=-1)

@@ -49,6 +49,10 @@ class Dense(Structure):
     def dense(self, a: Tensor) -> Tensor:
         return self._matrix(a)
 
+    def add_identity_(self, a: Tensor, value: float) -> Tensor:
+        self._matrix(a).diagonal(dim1=-2, dim2=-1).add_(value)
+        return a
+
     def mean_trace(self, a: Tensor) -> Tensor:
         return self._matrix(a).diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
 

@@ -50,6 +50,9 @@ class Diagonal(Structure):
         sums = self.gram(x)
         return sums if constant is None else pad(sums, (0, 1), value=x.shape[-1] * constant**2)
 
+    def add_identity_(self, a: Tensor, value: float) -> Tensor:
+        return a.add_(value)
+
     def mean_trace(self, a: Tensor) -> Tensor:
         return a.mean(-1, keepdim=True)
 
