@@ -68,8 +68,9 @@ def curvature(factor: Factor, x: Tensor) -> Tensor:
 def direction(factor: Factor, h: Tensor, weight: Tensor | float, damping: Tensor | float) -> Tensor:
     """½ Π̂(w H + λ KᵀK - I): where the factor should move, in its logarithm space."""
     s, entries = factor
-    damped = s.self_gram(entries).mul_(0.5 * damping)  # in place: new memory takes time
-    return s.add_identity_(damped.add_(0.5 * weight * h), -0.5)
+    m = s.self_gram(entries).mul_(0.5 * damping)  # in place: new memory takes time
+    m = m.addcmul_(h, 0.5 * weight) if isinstance(weight, Tensor) else m.add_(h, alpha=0.5 * weight)
+    return s.add_identity_(m, -0.5)
 
 
 def ingd(k: Factor, c: Factor, h_k: Tensor, h_c: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor]:

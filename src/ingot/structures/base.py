@@ -95,6 +95,8 @@ class Structure(ABC):
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """Σᵢⱼ AᵢⱼBᵢⱼ over the matrices (not the stored entries), ``[..., 1]``."""
+        if a.ndim == b.ndim == 1:
+            return torch.dot(a, b).view(1)
         return (a * b).sum(-1, keepdim=True)
 
     def mean_trace(self, a: Tensor) -> Tensor:
