@@ -344,8 +344,19 @@ def test_diagonal_factors_as_numbers_for_rows_and_columns(settings):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_layers_in_one_bucket_or_each_in_its_own(kind):
     together = trained(kind)
-    with patch.object(optimizer_module, "BUCKET", 0):
+    with patch.object(optimizer_module, "_buckets", lambda layers: [[layer] for layer in layers]):
         assert_same(trained(kind), together)
+
+
+def test_no_bucket_is_larger_than_the_largest_layer():
+    model = network()
+    layers = list(ingot.SINGD(model)._layers.values())
+    buckets = optimizer_module._buckets(layers)
+    assert [layer for bucket in buckets for layer in bucket] == layers
+    sizes = [sum(layer.weight.numel() for layer in bucket) for bucket in buckets]
+    assert max(sizes) == max(layer.weight.numel() for layer in layers)
+    assert 1 < len(buckets) < len(layers) / 2
+    assert optimizer_module._buckets([]) == []
 
 
 def test_momenta_have_memory_of_their_own():

@@ -53,7 +53,17 @@ class CollectingOptimizer(ModelOptimizer):
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(k.entries) if x.is_floating_point() else x.to(k.entries.device)
             g = g.to(c.entries)
-            use = Use(tap.adapter, tap.module, x, g, start=start, flipped=tap.flipped, constant=constant)
+            use = Use(
+                tap.adapter,
+                tap.module,
+                x,
+                g,
+                start=start,
+                flipped=tap.flipped,
+                constant=constant,
+                max_rows=group["max_rows"],
+                turn=self.state[weight]["updates"],
+            )
             sums = sums_of_use(self.rule, (k, c), use, group["approx"], self._now.grams)
         if not self._now.loss_is_seen:
             self._see_loss(layer, use, group)

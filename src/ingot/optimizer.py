@@ -74,6 +74,8 @@ class NaturalGradient(SteppingOptimizer):
         factor_dtype: The factors' dtype; None takes the weight's (bfloat16 for float16).
         cache_products: Whether K Kᵀ and C Cᵀ are kept between updates of the factors where that makes steps
             faster; None keeps them as far as the whole state stays within AdamW's (or the budget).
+        max_rows: Statistics are taken from about so many rows of a batch (samples, or with ``"expand"``
+            their places), others at each update; None takes all.
         precond_warmup: For so many first steps the factors are updated every time, and β₁ starts high.
         max_factor_step: Bound on β₁ times the spectral norm of a factor's direction, or None.
         relative_damping: Whether ``damping`` is in units of the mean traces of U and G.
@@ -110,6 +112,7 @@ class NaturalGradient(SteppingOptimizer):
         precond_every: int = 10,
         factor_dtype: torch.dtype | None = None,
         cache_products: bool | None = None,
+        max_rows: int | None = None,
         precond_warmup: int = 20,
         max_factor_step: float | None = 0.5,
         relative_damping: bool = True,
@@ -408,22 +411,19 @@ LARGE = 1 << 16
 """Factors of more entries than this are updated one layer at a time: there, the operations take the time."""
 
 
-BUCKET = 1 << 23
-"""Layers take their steps together as far as they have no more weights than this, which caches may hold."""
-
-
 def _buckets(layers: list[Layer]) -> list[list[Layer]]:
-    """Layers one after the other, several at a time if they are small and on one device."""
+    """Layers on one device that take their steps together: no more at a time than the largest has alone."""
+    largest = max((layer.weight.numel() for layer in layers), default=0)
     buckets: list[list[Layer]] = []
-    size = 0
+    room = 0
     for layer in layers:
-        weight = layer.weight
-        if buckets and weight.device == buckets[-1][0].weight.device and size + weight.numel() <= BUCKET:
+        size = layer.weight.numel()
+        if buckets and layer.weight.device == buckets[-1][0].weight.device and size <= room:
             buckets[-1].append(layer)
-            size += weight.numel()
         else:
             buckets.append([layer])
-            size = weight.numel()
+            room = largest
+        room -= size
     return buckets
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class Use:
         start: int,
         flipped: bool,
         constant: float | None,
+        max_rows: int | None = None,
+        turn: int = 0,
     ) -> None:
         self.adapter, self.module, self.x, self.g = adapter, module, x, g
         self.start = start  # the first of the layer's matrices that were used
@@ -63,10 +65,16 @@ class Use:
         self.constant = constant  # what the layer's bias is multiplied with, if it has one
         self.gradients = adapter.output_gradients(module, x, g)
         self.batch, self.places = self.gradients.shape[-3:-1]
+        # Of every so many rows one is taken, another one at each turn.
+        self.skip = 1 if max_rows is None else -(-self.batch * self.places // max_rows)
+        self.turn = turn % self.skip
 
     def gradient_columns(self, approx: str) -> Tensor:
         """The columns whose outer products sum up to G, but for the scale of the loss, ``[..., d_o, n]``."""
-        return columns(self.gradients) if approx == "expand" else self.gradients.sum(-2).mT
+        return self._some(columns(self.gradients)) if approx == "expand" else self.gradients.sum(-2).mT
+
+    def _some(self, x: Tensor) -> Tensor:
+        return x if self.skip == 1 else x[..., min(self.turn, x.shape[-1] - 1) :: self.skip]
 
     def input_columns(self, approx: str) -> Iterator[Tensor]:
         """The columns whose mean outer product is U, ``[..., d_i, n]``, in one or several parts."""
@@ -79,7 +87,7 @@ class Use:
             samples = max(1, CHUNK * self.batch // size)
             parts = list(zip(self.x.split(samples), self.g.split(samples), strict=True))
         for x, g in parts:
-            yield columns(self.adapter.inputs(self.module, x, g))
+            yield self._some(columns(self.adapter.inputs(self.module, x, g)))
 
 
 class Pending:
@@ -155,10 +163,10 @@ def sums_of_use(rule: Rule, factors: tuple[Factor, Factor], use: Use, approx: st
     of_k, of_c = (Factor(s, entries[used]) for s, entries in factors)
     of_inputs, of_gradients = (of_c, of_k) if use.flipped else (of_k, of_c)
     of_bias = (None, use.constant) if use.flipped else (use.constant, None)
-    inputs = _inputs(rule, of_inputs, use, approx, of_bias[0], grams)
-    gradients = _side(rule, of_gradients, use.gradient_columns(approx), of_bias[1])
-    (k, square_k), (c, square_c) = (gradients, inputs) if use.flipped else (inputs, gradients)
     count = use.batch * use.places if approx == "expand" else use.batch
+    inputs = _scaled(_inputs(rule, of_inputs, use, approx, of_bias[0], grams), count)
+    gradients = _scaled(_side(rule, of_gradients, use.gradient_columns(approx), of_bias[1]), count)
+    (k, square_k), (c, square_c) = (gradients, inputs) if use.flipped else (inputs, gradients)
     sums = Sums(k, c, square_k, square_c, count)
     if not all_matrices or used.stop - used.start == all_matrices[0]:
         return sums
@@ -168,21 +176,32 @@ def sums_of_use(rule: Rule, factors: tuple[Factor, Factor], use: Use, approx: st
     return Sums(*(pad(value, around) for value in sums if isinstance(value, Tensor)))
 
 
-Side: TypeAlias = tuple[Tensor, Tensor]
-"""One side's statistic and the sum of its squares, ``[..., 1]``."""
+class Side(NamedTuple):
+    """One side's statistic and the sum of its squares, ``[..., 1]``, of so many rows."""
+
+    statistic: Tensor
+    squares: Tensor
+    rows: int
+
+
+def _scaled(side: Side, count: int) -> tuple[Tensor, Tensor]:
+    """The same as if all rows had been taken."""
+    if side.rows == count:
+        return side.statistic, side.squares
+    return side.statistic * (count / side.rows), side.squares * (count / side.rows)
 
 
 def _side(rule: Rule, factor: Factor, x: Tensor, constant: float | None) -> Side:
     structure = factor.structure
     if rule.takes_gram(structure, x.shape[-1]):
-        return _of_gram(rule, factor, structure.gram_beside(x, constant))
+        return _of_gram(rule, factor, structure.gram_beside(x, constant), x.shape[-1])
     x = x if constant is None else beside(x, constant)
-    return rule.statistic(factor, x), x.square().sum((-2, -1)).unsqueeze(-1)
+    return Side(rule.statistic(factor, x), x.square().sum((-2, -1)).unsqueeze(-1), x.shape[-1])
 
 
-def _of_gram(rule: Rule, factor: Factor, gram: Tensor) -> Side:
+def _of_gram(rule: Rule, factor: Factor, gram: Tensor, rows: int) -> Side:
     structure = factor.structure
-    return rule.statistic_of_gram(factor, gram), structure.mean_trace(gram) * structure.dim
+    return Side(rule.statistic_of_gram(factor, gram), structure.mean_trace(gram) * structure.dim, rows)
 
 
 def _inputs(rule: Rule, factor: Factor, use: Use, approx: str, constant: float | None, grams: Grams) -> Side:
@@ -192,16 +211,16 @@ def _inputs(rule: Rule, factor: Factor, use: Use, approx: str, constant: float |
         if squares is not None:
             rows = use.batch * (use.places if approx == "expand" else 1)
             squares = squares if constant is None else pad(squares, (0, 1), value=rows * constant**2)
-            return _of_gram(rule, factor, squares)
+            return _of_gram(rule, factor, squares, rows)
     chunks = use.input_columns(approx)
     x = next(chunks)
     rest = [_side(rule, factor, chunk, constant) for chunk in chunks]
     if rest:
-        found, total = zip(_side(rule, factor, x, constant), *rest, strict=True)
-        return torch.stack(found).sum(0), torch.stack(total).sum(0)
+        found, total, rows_of_each = zip(_side(rule, factor, x, constant), *rest, strict=True)
+        return Side(torch.stack(found).sum(0), torch.stack(total).sum(0), sum(rows_of_each))
     if not rule.takes_gram(factor.structure, x.shape[-1]):
         return _side(rule, factor, x, constant)
-    return _of_gram(rule, factor, grams.of(factor.structure, x, constant))
+    return _of_gram(rule, factor, grams.of(factor.structure, x, constant), x.shape[-1])
 
 
 class Grams:

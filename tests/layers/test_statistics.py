@@ -589,3 +589,36 @@ def test_experts_without_tokens_wait():
     optimizer.step()
     assert all(p.isfinite().all() for p in experts.parameters())
     assert all(optimizer.state[expert.weight]["updates"] == 1 for expert in experts[:2])
+
+
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "block_diagonal(3)", "hierarchical(2,2)"])
+@pytest.mark.parametrize("optimizer_class", [SINGD, IKFAC])
+def test_some_rows_stand_for_all(optimizer_class, structure):
+    """Of rows that come four times each, every fourth says all there is to know."""
+    model = nn.Linear(5, 4).double()
+    x = torch.randn(3, 8, 5, dtype=torch.float64).repeat_interleave(4, dim=1)
+    seen = []
+    for max_rows in (None, 24):
+        optimizer = optimizer_class(model, structure=structure, max_rows=max_rows)
+        model(x).square().sum().backward()
+        (layer,) = optimizer._layers.values()
+        seen.append(layer.pending.scaled(6, 4, loss_is_mean=True))
+        optimizer.detach()
+    torch.testing.assert_close(seen[1], seen[0])
+
+
+def test_other_rows_at_each_update():
+    model = nn.Linear(2, 1, bias=False).double()
+    optimizer = SINGD(model, structure="dense", max_rows=2, lr=0.0, precond_every=1)
+    x = torch.eye(2, dtype=torch.float64).repeat(3, 1) * torch.arange(1.0, 7, dtype=torch.float64).unsqueeze(
+        1
+    )
+    traces = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        (layer,) = optimizer._layers.values()
+        traces.append(layer.pending.scaled(2, 1, loss_is_mean=True).trace_u.item())
+        optimizer.step()
+    # Of six rows every third: the squares of 1 and 4, of 2 and 5, of 3 and 6, over two rows and two columns.
+    assert traces == pytest.approx([17 / 4, 29 / 4, 45 / 4, 17 / 4])

@@ -45,6 +45,7 @@ BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
     "relative_damping": ("True or False", TRUTH),
     "factor_start": ("'identity' or 'trace'", ("zero", None)),
     "cache_products": ("True, False, or None for as far as AdamW's memory goes", (1, "yes")),
+    "max_rows": ("a whole number of rows, at least 1, or None for all", (0, 2.5, True, "10")),
     "normalize_step": ("True or False", TRUTH),
     "max_relative_step": (f"{AT_LEAST_0}, or None", (-1, NAN, "x")),
     "decoupled_weight_decay": ("True or False", TRUTH),
