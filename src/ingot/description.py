@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ingot.model import Layer, named_parameters
 from ingot.precision import computing
+from ingot.structures.diagonal import Squares
 
 if TYPE_CHECKING:
     from ingot.optimizer import NaturalGradient
@@ -121,7 +122,7 @@ def cached_bytes(optimizer: NaturalGradient, layer: Layer) -> int:
     dtype = computing(optimizer._state_dtype(layer.weight, optimizer.rule.keys[0]))
     k, c = optimizer._kept_squares(layer)
     entries = k.numel + c.numel
-    if layer.bias is not None and not layer.shape[0] and k.mixes == c.mixes == 1:
+    if layer.bias is not None and not layer.shape[0] and isinstance(k, Squares) and isinstance(c, Squares):
         entries += c.numel  # what the bias is multiplied with, where both are diagonal
     return prod(layer.shape[0]) * entries * dtype.itemsize
 

@@ -14,6 +14,7 @@ from ingot.model import Layer
 from ingot.precision import keeping
 from ingot.rules import Pair, Product
 from ingot.scalars import Number, number
+from ingot.structures.diagonal import Squares
 
 
 class Scales(NamedTuple):
@@ -44,7 +45,8 @@ class Kept(NamedTuple):
 
 def scales(k: Product, c: Product, bias: Tensor | None) -> Scales | None:
     """What is left of the products of a single matrix where both are diagonal."""
-    if k.square.mixes != 1 or c.square.mixes != 1 or k.entries.ndim != 1:
+    both_are = isinstance(k.square, Squares) and isinstance(c.square, Squares)
+    if not both_are or k.entries.ndim != 1:
         return None
     if bias is None:
         return Scales(c.entries.unsqueeze(-1), k.entries, None)

@@ -47,10 +47,6 @@ class Product(NamedTuple):
         """Its product with X; ``out`` is a place for it."""
         return self.square.apply(self.entries, x, out)
 
-    def rows(self, start: int, stop: int) -> Product:
-        """What some of the rows of X are multiplied with."""
-        return Product(*self.square.rows(self.entries, start, stop))
-
     def apply_right(self, x: Tensor) -> Tensor:
         """The product of X with it, in the place of X if that is possible."""
         out = x if self.square.works_in_place else torch.empty_like(x)

@@ -19,9 +19,6 @@ class Square(ABC):
     works_in_place: ClassVar[bool] = False
     """Whether the result of ``apply`` may take the place of its argument."""
 
-    mixes: int = 0
-    """In groups of how many rows the rows of X are mixed; 0 for all of them at once."""
-
     numel: int
     """How many entries are kept."""
 
@@ -32,10 +29,6 @@ class Square(ABC):
     @abstractmethod
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
         """A Aᵀ X for a dense X, written to ``out`` if that saves memory."""
-
-    def rows(self, entries: Tensor, start: int, stop: int) -> tuple[Square, Tensor]:
-        """What some of the rows of X are multiplied with, if these are whole groups."""
-        raise NotImplementedError
 
 
 class Structure(ABC):

@@ -165,12 +165,3 @@ class _BlockSquares(Square):
         if turn:
             out.mT.copy_(result.mT)
         return out
-
-    @property
-    def mixes(self) -> int:  # type: ignore[override]
-        return self.structure.block
-
-    def rows(self, entries: Tensor, start: int, stop: int) -> tuple[Square, Tensor]:
-        block = self.structure.block
-        some = BlockDiagonal(stop - start, block)
-        return _BlockSquares(some), entries[..., start * block : start * block + some.numel]

@@ -76,7 +76,6 @@ class Squares(Square):
 
     dim: int
     works_in_place = True
-    mixes = 1
 
     @property
     def numel(self) -> int:  # type: ignore[override]
@@ -87,6 +86,3 @@ class Squares(Square):
 
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
         return torch.mul(x, entries.unsqueeze(-1), out=out)
-
-    def rows(self, entries: Tensor, start: int, stop: int) -> tuple[Square, Tensor]:
-        return Squares(stop - start), entries[..., start:stop]
