@@ -370,6 +370,26 @@ def test_momenta_have_memory_of_their_own():
             assert momentum.stride() == p.stride()
 
 
+def test_gradients_stay_as_they_are():
+    class Nothing(Diagonal):
+        """A structure that changes nothing, and makes nothing new."""
+
+        square = None
+
+        def apply(self, a, x):
+            return x
+
+    for bias in (True, False):
+        model = nn.Linear(4, 3, bias=bias)
+        optimizer = ingot.SINGD(model, structure=Nothing)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(5, 4)).square().sum().backward()
+            before = [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+
+
 def test_a_natural_gradient_that_overflows_counts_as_zero():
     model = nn.Linear(3, 2)
     optimizer = ingot.SINGD(model, structure="diagonal", precond_every=100, precond_warmup=0)

@@ -116,6 +116,8 @@ def natural_gradient(layer: Layer, kept: Kept, gradients: list[Tensor]) -> list[
         last = [beside.reshape(bias[0].shape)]
     else:
         natural, last = rules.natural_gradient(kept.k, kept.c, matrix), []
+        if natural.data_ptr() == weight.data_ptr():  # a structure of one's own may leave things as they are
+            natural = natural.clone()
     return [adapter.matrix_weight(layer.module, natural, layer.weight), *last]
 
 
