@@ -97,8 +97,8 @@ class Structure(ABC):
         return self.inner(a, self.identity_like(a)) / self.dim
 
     def norm(self, a: Tensor) -> Tensor:
-        """An estimate of the spectral norm, ``[..., 1]``: two steps of power iteration on AᵀA."""
-        return power_iteration(self, a, 2)
+        """An estimate of the spectral norm, ``[..., 1]``: three steps of power iteration on AᵀA."""
+        return power_iteration(self, a, 3)
 
     def add_identity_(self, a: Tensor, value: float) -> Tensor:
         """A plus a multiple of the identity, in the place of A."""

@@ -100,7 +100,7 @@ class BlockDiagonal(Structure):
         return a
 
     def norm(self, a: Tensor) -> Tensor:
-        """The largest of the blocks' norms, each by two steps of power iteration."""
+        """The largest of the blocks' norms, each by three steps of power iteration."""
         full, tail = self._blocks(a)
         norms = _norms(full).amax(-1, keepdim=True)
         return torch.maximum(norms, _norms(tail).unsqueeze(-1)) if self._tail else norms
@@ -124,7 +124,7 @@ def _norms(blocks: Tensor) -> Tensor:
     """Spectral norms of small matrices ``[..., rows, rows]``; sums are faster than matmul for these."""
     tiny = torch.finfo(blocks.dtype).tiny
     y = blocks @ power_start(blocks)
-    for _ in range(2):
+    for _ in range(3):
         y = y / torch.linalg.vector_norm(y, dim=-1, keepdim=True).clamp_min(tiny)
         x = (blocks * y.unsqueeze(-1)).sum(-2)
         norm = torch.linalg.vector_norm(x, dim=-1)
