@@ -150,28 +150,25 @@ class Structure(ABC):
 
 
 @dataclass(frozen=True)
-class InTurn(Square):
-    """A Aᵀ of which nothing is kept: Aᵀ, and then A."""
+class _NotKept(Square):
+    """What is made of A each time, so that nothing but A is kept."""
 
     structure: Structure
     numel = 0
 
     def of(self, a: Tensor) -> Tensor:
         return a
+
+
+class InTurn(_NotKept):
+    """A Aᵀ as Aᵀ, and then A."""
 
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
         return self.structure.apply(entries, self.structure.apply_t(entries, x))
 
 
-@dataclass(frozen=True)
-class Symmetric(Square):
+class Symmetric(_NotKept):
     """A symmetric A in the place of A Aᵀ: the inverses of KFAC."""
-
-    structure: Structure
-    numel = 0
-
-    def of(self, a: Tensor) -> Tensor:
-        return a
 
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
         return self.structure.apply(entries, x)
