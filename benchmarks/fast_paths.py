@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.side_by_side import TOLERANCE, FastPath, Ways, relative_error
-from ingot.rules import Factor, curvature, ingd, move
+from ingot.rules import Curvature, Factor, curvature, ingd, move
 from ingot.structures import Dense, Diagonal, bind, parse
 
 # --- Statistics -------------------------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def batched_layers(structure: str, layers: int, d: int) -> Ways:
     entries = s.identity() + 0.01 * torch.randn(layers, s.numel)
     h = s.identity() + 0.01 * torch.randn(layers, s.numel)
 
-    def update(entries: Tensor, h: Tensor) -> Tensor:
-        factor = Factor(s, entries)
+    def update(entries: Tensor, found: Tensor) -> Tensor:
+        factor, h = Factor(s, entries), Curvature(found)
         m_k, m_c = ingd(factor, factor, h, h, 1e-3)
         return torch.stack((move(factor, m_k, 0.1), move(factor, m_c, 0.1)))
 

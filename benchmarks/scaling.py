@@ -21,7 +21,7 @@ from benchmarks.complexity import KINDS, PAPER
 from benchmarks.contenders import LR
 from benchmarks.measured import Scaling
 from benchmarks.workloads import Batch
-from ingot.rules import Factor, curvature, ingd, move
+from ingot.rules import Curvature, Factor, curvature, ingd, move
 from ingot.structures import bind, parse
 
 DIMS = (512, 724, 1024, 1448, 2048, 2896, 4096)
@@ -51,7 +51,7 @@ def works(structure: str, d: int, rows: int = ROWS) -> dict[str, Work]:
     one = s.identity()
     layers = LAYERS.get(structure, MANY_LAYERS)
     factor = Factor(s, _noisy(one))
-    many, h = Factor(s, _noisy(one.expand(layers, -1))), _noisy(one.expand(layers, -1))
+    many, h = Factor(s, _noisy(one.expand(layers, -1))), Curvature(_noisy(one.expand(layers, -1)))
     batch = torch.randn(rows, d)
 
     def update_both() -> object:

@@ -313,7 +313,7 @@ def test_tied_weights_take_one_step_with_the_statistics_of_both_uses():
     first = torch.cat((seen["first"], torch.ones(6, 1)), dim=1)
     second = torch.cat((seen["second"], torch.zeros(6, 1)), dim=1)  # the bias is not used there
     expected = (first.mT @ first + second.mT @ second) / 12
-    torch.testing.assert_close(layer.pending.scaled(5, 4, True).k.reshape(5, 5), expected)
+    torch.testing.assert_close(layer.pending.scaled(5, 4, True).k.value.reshape(5, 5), expected)
     optimizer.step()
     assert optimizer.state[model.first.weight]["steps"] == 1
 

@@ -126,7 +126,7 @@ def test_groups_of_a_convolution_are_not_averaged():
     patches = unfold(x, 3, padding=1).unflatten(1, (4, 9)).permute(1, 0, 3, 2).flatten(1, 2)
     u = patches.mT @ patches / patches.shape[1]
     seen = optimizer._layers[model.weight].pending.scaled(9, 2, loss_is_mean=True)
-    torch.testing.assert_close(seen.k.unflatten(-1, (9, 9)), u)
+    torch.testing.assert_close(seen.k.value.unflatten(-1, (9, 9)), u)
     torch.testing.assert_close(9 * seen.trace_u.sum(), u.diagonal(dim1=-2, dim2=-1).sum())
 
 

@@ -16,6 +16,7 @@ from ingot.capture import Tap
 from ingot.groups import Group
 from ingot.model import Layer
 from ingot.model_optimizer import ModelOptimizer
+from ingot.precision import without_autocast
 from ingot.rules import Factor, Rule
 from ingot.statistics import Pending, Use, sums_of_use
 
@@ -26,7 +27,7 @@ class CollectingOptimizer(ModelOptimizer):
     rule: ClassVar[Rule]
 
     @abstractmethod
-    def _factors(self, layer: Layer, start: bool = False) -> dict[str, Tensor]:
+    def _begun_factors(self, layer: Layer) -> tuple[Factor, Factor]:
         """A layer's factors in the precision that products are taken in; begun if there are none yet."""
 
     def _begin_collecting(self, fisher: str) -> None:
@@ -45,12 +46,11 @@ class CollectingOptimizer(ModelOptimizer):
         if weight is None or weight not in self._layers:
             return
         layer = self._layers[weight]
-        group, factors = self._group(weight), self._factors(layer, start=True)
-        k, c = (Factor(s, factors[name]) for s, name in zip(layer.structures, self.rule.names, strict=True))
+        group, (k, c) = self._group(weight), self._begun_factors(layer)
         constant = None
         if layer.bias is not None:  # which a tied module need not have
             constant = float(not tap.flipped and tap.adapter.bias(tap.module) is layer.bias)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast((x.device.type,)):
             x = x.to(k.entries) if x.is_floating_point() else x.to(k.entries.device)
             g = g.to(c.entries)
             use = Use(

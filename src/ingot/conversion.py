@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ingot.rules import (
+    Curvature,
     Factor,
     InverseFree,
     Pair,
@@ -52,8 +53,9 @@ def inverse_free(factor: Factor, structure: Structure, iterations: int = 300) ->
     trace = root.square().sum((-2, -1)).unsqueeze(-1) / structure.dim
     k = trace.rsqrt() * structure.identity_like(factor.entries)
     for _ in range(iterations):
-        m = direction(Factor(structure, k), curvature(Factor(structure, k), root), 1.0, 0.0)
-        k = move(Factor(structure, k), m, bounded_rate(structure.norm(m), 0.5, 0.5))
+        now = Factor(structure, k)
+        m = direction(now, Curvature(curvature(now, root)), 1.0, 0.0)
+        k = move(now, m, bounded_rate(structure.norm(m), 0.5, 0.5))
     return k
 
 

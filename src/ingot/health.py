@@ -13,7 +13,7 @@ from torch import Tensor
 from ingot.model import Layer, named_parameters
 from ingot.precision import computing
 from ingot.rules import NORMS, Factor
-from ingot.stability import EXPLOSION, OUTLIER, is_finite
+from ingot.stability import EXPLOSION, OUTLIER, are_finite
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -32,7 +32,8 @@ class HealthWarning(UserWarning):
 class Diagnostics:
     """Numbers of each layer as tensors on its device, ``[]``; ``scalars`` fetches them, ``print`` too.
 
-    - ``norm_m_K``, ``norm_m_C``: spectral norm of the last directions of the factors.
+    - ``norm_m_K``, ``norm_m_C``: spectral norm of the last directions of the factors, or a bound on it from
+      above where this is small enough.
     - ``trace_K``, ``trace_C``: mean of the diagonal of K and C, or of KFAC's inverses.
     - ``condition_K``, ``condition_C``: estimate of their condition, from below; exact for small ones.
     - ``gain``: size of the natural gradient in units of the plain one, at the last factor update.
@@ -86,7 +87,7 @@ def _numbers(optimizer: NaturalGradient, layer: Layer, conditions: bool) -> dict
     factors = dict(zip("KC", rule.preconditioners(layer.structures, state), strict=True))
     for side, (structure, entries) in factors.items():
         entries = entries.to(computing(entries.dtype))
-        numbers[f"trace_{side}"] = structure.mean_trace(entries).amax()
+        numbers[f"trace_{side}"] = structure.trace(entries).amax() / structure.dim
         if conditions:
             numbers[f"condition_{side}"] = condition(Factor(structure, entries)).amax()
     return numbers | {key: state[key].amax() for key in ("gain", "skipped", "dropped") if key in state}
@@ -99,7 +100,7 @@ def condition(factor: Factor, iterations: int = 32) -> Tensor:
     """
     structure, entries = factor[0], factor[1].double()
     entries = entries / entries.abs().amax(-1, keepdim=True)  # squares of what is large would overflow
-    finite = is_finite(entries).squeeze(-1)
+    finite = are_finite(entries).squeeze(-1)
     entries = entries.nan_to_num(0.0, 0.0, 0.0)
     count, generator = min(iterations, structure.dim), torch.Generator().manual_seed(0)
     noise = torch.randn(structure.dim, count, dtype=entries.dtype, generator=generator).to(entries.device)

@@ -18,9 +18,9 @@ from ingot.description import Description, describe
 from ingot.groups import AUTO, Group, Params, check_adamw, separate_adamw, structure_pair, trained_groups
 from ingot.model import Layer, find_layers, is_compiled, unwrapped
 from ingot.model_optimizer import preconditionable
-from ingot.precision import computing, keeping, without_autocast
-from ingot.rules import NUMBERS, InverseFree, Inverting, Pair, Rule, Settings, Statistics
-from ingot.scalars import is_any
+from ingot.precision import computable, computing, keeping, without_autocast
+from ingot.rules import NUMBERS, Curvature, Factor, InverseFree, Inverting, Pair, Rule, Settings, Statistics
+from ingot.scalars import is_any, is_at_hand
 from ingot.scaling import loss_scale
 from ingot.stepping import SteppingOptimizer
 from ingot.structures import Factory, bind, resolve
@@ -225,13 +225,12 @@ class NaturalGradient(SteppingOptimizer):
 
     # --- State ------------------------------------------------------------------------------------------
 
-    def _factors(self, layer: Layer, start: bool = False) -> dict[str, Tensor]:
-        """A layer's factors in the precision that products are taken in; begun if there are none yet."""
+    def _begun_factors(self, layer: Layer) -> tuple[Factor, Factor]:
         state = self.state[layer.weight]
-        if start and self.rule.names[0] not in state:
+        if self.rule.names[0] not in state:
             state |= self._first_state(layer, layer.weight.device)
-        kept = (key for key in (*self.rule.keys, *NUMBERS) if key in state)
-        return {key: state[key].to(computing(state[key].dtype)) for key in kept}
+        (of_k, of_c), (k, c) = layer.structures, self.rule.names
+        return Factor(of_k, computable(state[k])), Factor(of_c, computable(state[c]))
 
     def _first_state(self, layer: Layer, device: torch.device | str) -> dict[str, Any]:
         like = torch.empty((), dtype=self._state_dtype(layer.weight, self.rule.keys[0]), device=device)
@@ -320,7 +319,7 @@ class NaturalGradient(SteppingOptimizer):
         preconditioned: set[Tensor] = set()
         for layer in self._layers.values():
             if layer.weight.requires_grad:
-                self._factors(layer, start=True)
+                self._begun_factors(layer)
                 preconditioned.update(layer.parameters)
         for p in (p for p in self._group_index if p.requires_grad):
             if p not in preconditioned:
@@ -361,18 +360,21 @@ class NaturalGradient(SteppingOptimizer):
                 key = (layer.structures, entries.shape, entries.dtype, entries.device, one)
                 alike.setdefault((*key, state["updates"], self._settings(layer)), []).append(layer)
         for (*_, updates, settings), batch in alike.items():
-            self._update_batch(batch, settings, updates, scale)
+            # A few matrices whose numbers can be looked at take less time one by one.
+            one_by_one = len(batch) < MANY and is_at_hand(batch[0].weight)
+            for several in [[layer] for layer in batch] if one_by_one else [batch]:
+                self._update_batch(several, settings, updates, scale)
 
     def _update_batch(
         self, layers: list[Layer], settings: Settings, updates: int, scale: Tensor | None
     ) -> None:
-        factors = [self._factors(layer) for layer in layers]
+        states, keys = [self.state[layer.weight] for layer in layers], (*self.rule.keys, *NUMBERS)
+        factors = [{key: computable(state[key]) for key in keys if key in state} for state in states]
         seen = [self._seen(layer, scale) for layer in layers]
         dtype = self.state[layers[0].weight][self.rule.names[0]].dtype
         together = {key: _stacked([of[key] for of in factors]) for key in factors[0]}
-        statistics = Statistics(*(_stacked(list(values)) for values in zip(*seen, strict=True)))
-        new = self.rule.update(layers[0].structures, together, statistics, settings, updates)
-        new = {key: value.to(dtype) if key in self.rule.keys else value for key, value in new.items()}
+        new = self.rule.update(layers[0].structures, together, _together(seen), settings, updates)
+        new |= {key: new[key].to(dtype) for key in self.rule.keys if key in new and new[key].dtype != dtype}
         for layer, before, after in zip(layers, factors, _parts(new, len(layers)), strict=True):
             state = self.state[layer.weight]
             state |= after
@@ -381,16 +383,17 @@ class NaturalGradient(SteppingOptimizer):
                 self._reporter.note("statistics", layer.name)
             if settings.max_factor_step is None:
                 rates = [settings.precond_lr * after[key] for key in rules.NORMS if key in after]
-                if any(is_any(rate > 2) for rate in rates):
+                if any(is_any(rate > stability.WILD) for rate in rates):
                     self._reporter.note("rate", layer.name)
 
     def _seen(self, layer: Layer, scale: Tensor | None) -> Statistics:
         """The statistics since the last step, in the dtype of the computation."""
         assert layer.pending is not None
-        (k, c), group = layer.structures, self._group(layer.weight)
-        seen = layer.pending.scaled(k.dim, c.dim, group["loss_average"] is not None, scale)
+        (of_k, of_c), group = layer.structures, self._group(layer.weight)
+        seen = layer.pending.scaled(of_k.dim, of_c.dim, group["loss_average"] is not None, scale)
         dtype = computing(self.state[layer.weight][self.rule.names[0]].dtype)
-        return Statistics(*(value.to(dtype) for value in seen))
+        k, c = (side._replace(entries=side.entries.to(dtype)) for side in seen[:2])
+        return seen._replace(k=k, c=c)
 
     def _settings(self, layer: Layer) -> Settings:
         """The numbers of a layer's coming factor update."""
@@ -411,6 +414,10 @@ LARGE = 1 << 16
 """Factors of more entries than this are updated one layer at a time: there, the operations take the time."""
 
 
+MANY = 4
+"""So many layers of one kind are updated at once even where that is not needed to keep a device busy."""
+
+
 def _buckets(layers: list[Layer]) -> list[list[Layer]]:
     """Layers on one device that take their steps together: no more at a time than the largest has alone."""
     largest = max((layer.weight.numel() for layer in layers), default=0)
@@ -429,6 +436,16 @@ def _buckets(layers: list[Layer]) -> list[list[Layer]]:
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
+
+
+def _together(seen: list[Statistics]) -> Statistics:
+    """The statistics of several layers as those of a batch."""
+    if len(seen) == 1:
+        return seen[0]
+    k, c = torch.stack([s.k.value for s in seen]), torch.stack([s.c.value for s in seen])
+    of_u, of_g = [s.trace_u for s in seen], [s.trace_g for s in seen]
+    u, g = (torch.stack([torch.as_tensor(t).to(k).view(-1, 1) for t in ts]) for ts in (of_u, of_g))
+    return Statistics(Curvature(k), Curvature(c), u.view(*k.shape[:-1], 1), g.view(*k.shape[:-1], 1))
 
 
 def _parts(state: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:

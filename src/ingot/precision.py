@@ -14,6 +14,11 @@ def computing(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
+def computable(tensor: Tensor) -> Tensor:
+    """A tensor in the dtype that products are taken in."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
 def keeping(dtype: torch.dtype) -> torch.dtype:
     """The dtype that state of parameters is kept in: float16's range is too small for curvature."""
     return torch.bfloat16 if dtype == torch.float16 else dtype

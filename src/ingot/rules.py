@@ -2,13 +2,15 @@
 
 Letters are the paper's: a layer has weight W ``[d_o, d_i]``, inputs ``a`` with U = mean(a aᵀ), output
 gradients ``g`` with G = mean(g gᵀ), and factors K ``[d_i, d_i]`` and C ``[d_o, d_o]`` such that K Kᵀ ⊗ C Cᵀ
-approximates the inverse of U ⊗ G. All tensors carry any number of leading batch dimensions; per-matrix
-numbers such as traces are ``[..., 1]``, and traces are divided by the dimension to keep their range.
+approximates the inverse of U ⊗ G. All tensors carry any number of leading batch dimensions. Numbers of a
+matrix such as its trace are ``[..., 1]``, or Python's where these are at hand (``scalars``); traces are
+divided by the dimension to keep their range.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeAlias
 
@@ -16,15 +18,16 @@ import torch
 from torch import Tensor
 
 from ingot.precision import computing
-from ingot.scalars import is_known
+from ingot.scalars import Flag, Number, coefficient, flag, is_at_hand, is_finite, is_known, no, number, where
 from ingot.stability import (
     MIN_DAMPING,
     NO_CURVATURE,
     PATIENCE,
     SETTLED_UPDATES,
+    are_finite,
     bounded_rate,
     has_exploded,
-    is_finite,
+    may_be_too_far,
 )
 from ingot.structures import Square, Structure
 from ingot.structures.base import InTurn, Symmetric
@@ -53,6 +56,21 @@ class Product(NamedTuple):
         return self.apply(x.mT, out.mT).mT
 
 
+class Curvature(NamedTuple):
+    """Π̂(H) of one side for the inverse-free rules, Π̂(U) or Π̂(G) for KFAC.
+
+    What it is to be multiplied with stands beside it: it costs nothing where entries are scaled anyway.
+    """
+
+    entries: Tensor
+    scale: Number = 1.0
+
+    @property
+    def value(self) -> Tensor:
+        """The entries, multiplied."""
+        return self.entries * self.scale
+
+
 # --- The inverse-free family ----------------------------------------------------------------------------
 
 
@@ -61,34 +79,40 @@ def curvature(factor: Factor, x: Tensor) -> Tensor:
     return factor.structure.gram(factor.structure.apply_t(factor.entries, x))
 
 
-def direction(factor: Factor, h: Tensor, weight: Tensor | float, damping: Tensor | float) -> Tensor:
+def direction(factor: Factor, h: Curvature, weight: Number, damping: Number) -> Tensor:
     """½ Π̂(w H + λ KᵀK - I): where the factor should move, in its logarithm space."""
     s, entries = factor
-    m = s.self_gram(entries).mul_(0.5 * damping)  # in place: new memory takes time
-    m = m.addcmul_(h, 0.5 * weight) if isinstance(weight, Tensor) else m.add_(h, alpha=0.5 * weight)
+    weight = coefficient(0.5 * weight * h.scale, entries)
+    m = s.self_gram(entries).mul_(coefficient(0.5 * damping, entries))  # in place: new memory takes time
+    m = m.addcmul_(h.entries, weight) if isinstance(weight, Tensor) else m.add_(h.entries, alpha=weight)
     return s.add_identity_(m, -0.5)
 
 
-def ingd(k: Factor, c: Factor, h_k: Tensor, h_c: Tensor, damping: Tensor | float) -> tuple[Tensor, Tensor]:
+def ingd(k: Factor, c: Factor, h_k: Curvature, h_c: Curvature, damping: Number) -> tuple[Tensor, Tensor]:
     """Both directions of INGD and SINGD: each factor weighs its terms with the other one's traces."""
-    square_k = k.structure.inner(k.entries, k.entries) / k.structure.dim  # tr(KᵀK) / d_i
-    square_c = c.structure.inner(c.entries, c.entries) / c.structure.dim
-    return (
-        direction(k, h_k, c.structure.mean_trace(h_c), damping * square_c),
-        direction(c, h_c, k.structure.mean_trace(h_k), damping * square_k),
-    )
+    (trace_k, square_k), (trace_c, square_c) = _traces(k, h_k), _traces(c, h_c)
+    return direction(k, h_k, trace_c, damping * square_c), direction(c, h_c, trace_k, damping * square_k)
+
+
+def _traces(factor: Factor, h: Curvature) -> tuple[Number, Number]:
+    """tr(H) / d and tr(KᵀK) / d."""
+    s, entries = factor
+    return number(s.trace(h.entries)) * h.scale / s.dim, number(s.inner(entries, entries)) / s.dim
 
 
 def ikfac(
-    k: Factor, c: Factor, h_k: Tensor, h_c: Tensor, damping_k: Tensor | float, damping_c: Tensor | float
+    k: Factor, c: Factor, h_k: Curvature, h_c: Curvature, damping_k: Number, damping_c: Number
 ) -> tuple[Tensor, Tensor]:
     """Both directions of IKFAC: the traces of INGD replaced by those of the identity."""
     return direction(k, h_k, 1.0, damping_k), direction(c, h_c, 1.0, damping_c)
 
 
-def move(factor: Factor, m: Tensor, lr: Tensor | float) -> Tensor:
+def move(factor: Factor, m: Tensor, lr: Number) -> Tensor:
     """K (I - β₁ m): the exponential map, cut off after its linear term."""
-    return factor.structure.matmul(factor.entries, m).mul_(-lr).add_(factor.entries)
+    product = factor.structure.matmul(factor.entries, m)
+    if isinstance(lr, Tensor):
+        return product.mul_(-lr).add_(factor.entries)
+    return torch.sub(factor.entries, product, alpha=lr)
 
 
 def natural_gradient(k: Product, c: Product, gradient: Tensor) -> Tensor:
@@ -99,12 +123,14 @@ def natural_gradient(k: Product, c: Product, gradient: Tensor) -> Tensor:
 # --- KFAC, which inverts --------------------------------------------------------------------------------
 
 
-def moving_average(old: Tensor, new: Tensor, rate: float) -> Tensor:
+def moving_average(s: Tensor, u: Curvature, rate: float) -> Tensor:
     """S ← (1 - β₁) S + β₁ U."""
-    return torch.lerp(old, new, rate)
+    scale = coefficient(rate * u.scale, s)
+    s = s * (1 - rate)
+    return s.addcmul_(u.entries, scale) if isinstance(scale, Tensor) else s.add_(u.entries, alpha=scale)
 
 
-def damped_inverse(structure: Structure, s: Tensor, damping: Tensor | float) -> Tensor:
+def damped_inverse(structure: Structure, s: Tensor, damping: Number) -> Tensor:
     """(S + λ I)⁻¹."""
     return structure.inverse(s + damping * structure.identity_like(s))
 
@@ -115,10 +141,10 @@ def damped_inverse(structure: Structure, s: Tensor, damping: Tensor | float) -> 
 class Statistics(NamedTuple):
     """The curvature of a batch as one factor update sees it."""
 
-    k: Tensor  # Π̂(Kᵀ U K) for the inverse-free rules, Π̂(U) for KFAC
-    c: Tensor
-    trace_u: Tensor  # tr(U) / d_i, [..., 1]
-    trace_g: Tensor
+    k: Curvature
+    c: Curvature
+    trace_u: Number  # tr(U) / d_i
+    trace_g: Number
 
 
 class Settings(NamedTuple):
@@ -133,8 +159,20 @@ class Settings(NamedTuple):
 
 
 State: TypeAlias = dict[str, Tensor]
+Numbers: TypeAlias = dict[str, Number]
 Pair: TypeAlias = tuple[Structure, Structure]
-Dampings: TypeAlias = tuple[Tensor | float, Tensor | float]
+Dampings: TypeAlias = tuple[Number, Number]
+
+
+class Proposal(NamedTuple):
+    """What a factor update would make of the state."""
+
+    factors: State
+    numbers: Numbers
+    finite: Flag  # with squares that the dtype can hold
+    alive: Flag = True  # whether there has been any curvature above round-off
+    exploded: Flag = False  # whether this batch's is beyond all that was seen
+
 
 TRACES = ("trace_u", "trace_g")
 """The state's keys for the moving averages of tr(U) / d_i and tr(G) / d_o, kept where damping needs them."""
@@ -143,7 +181,7 @@ COUNTS = ("skipped", "trouble")
 """The state's keys for the number of factor updates that were refused, in all and lately in a row."""
 
 NORMS = ("norm_m_K", "norm_m_C")
-"""The state's keys for the spectral norms of the last directions, of the rules that have directions."""
+"""The state's keys for the sizes of the last directions (``_size``), of the rules that have directions."""
 
 NUMBERS = (*TRACES, *COUNTS, *NORMS)
 """All keys of single numbers for each matrix, which are kept in the dtype of the computation."""
@@ -205,15 +243,28 @@ class Rule(ABC):
         Nothing that is not finite, or far beyond all that was seen, gets in: the factors stay as they are.
         After repeated trouble they start anew.
         """
-        new, alive, exploded = self._proposed(structures, state, seen, settings, updates)
-        skipped, trouble = (state.get(key, torch.zeros_like(seen.trace_u)) for key in COUNTS)
-        sound = (is_finite(*seen, *new.values()) | ~alive) & ~exploded
-        if is_known(sound & alive & (trouble == 0)):  # as nearly always: nothing to choose from
-            return new | {"skipped": skipped, "trouble": trouble}
-        sound = sound & is_finite(*seen)
+        new = self._proposed(structures, state, seen, settings, updates)
+        counts: Numbers = {key: state.get(key, 0.0) for key in COUNTS}
+        sound = (new.finite | no(new.alive)) & no(new.exploded)
+        if is_known(sound & new.alive & (number(counts["trouble"]) == 0)):  # as nearly always
+            return new.factors | _tensors(new.numbers | counts, new.factors[self.names[0]])
+        return self._chosen(structures, state, seen, settings, new)
+
+    def _chosen(
+        self, structures: Pair, state: State, seen: Statistics, settings: Settings, proposal: Proposal
+    ) -> State:
+        """What is sound of a proposal, the old state where it is not, a new start after that too often."""
+        like = proposal.factors[self.names[0]]
+        traces = _tensors({"u": seen.trace_u, "g": seen.trace_g}, like).values()
+        flags = (torch.as_tensor(flag, device=like.device) for flag in proposal[2:])
+        finite, alive, exploded = flags
+        sound = (finite | ~alive) & ~exploded & are_finite(seen.k.entries, seen.c.entries, *traces)
+        zero = torch.zeros_like(like[..., :1])
+        skipped, trouble = (state.get(key, zero) for key in COUNTS)
         trouble = torch.where(sound, 0, trouble + 1)
         anew = trouble >= PATIENCE
-        fresh = self.start(structures, new[self.names[0]], (), settings)
+        fresh = self.start(structures, like, (), settings)
+        new = proposal.factors | _tensors(proposal.numbers, like)
         for key, value in new.items():
             accepted = sound & alive if key in self.keys else sound
             old = state.get(key, torch.zeros_like(value))
@@ -223,45 +274,35 @@ class Rule(ABC):
 
     def _proposed(
         self, structures: Pair, state: State, seen: Statistics, settings: Settings, updates: int
-    ) -> tuple[State, Tensor, Tensor]:
+    ) -> Proposal:
         """What the state would be, whether there is curvature to move by, and whether too much of it."""
         if not _needs_traces(settings):
-            new = self._updated(structures, state, seen, settings, self.dampings(state, settings))
-            yes = torch.ones_like(seen.trace_u, dtype=torch.bool)
-            return new, yes, ~yes
-        old = {name: state.get(name, torch.zeros_like(seen.trace_u)) for name in TRACES}
+            return self._updated(structures, state, seen, settings, self.dampings({}, settings))
+        old = {name: number(state.get(name, 0.0)) for name in TRACES}
         was_alive = _alive(old)
-        traces = self._traces(old, seen, updates)
+        traces = _averaged(old, seen, updates)
         dampings, alive = self.dampings(traces, settings), _alive(traces)
         if settings.factor_start == "trace" and not is_known(was_alive):
-            state, seen = self._begun(state, seen, traces, dampings, alive & ~was_alive)
+            state, seen = self._begun(state, seen, traces, dampings, alive & no(was_alive))
         # No curvature so far (a branch may begin at zero) says nothing of its scale: the factors wait.
-        new = traces | self._updated(structures, state, seen, settings, dampings)
+        new = self._updated(structures, state, seen, settings, dampings)
         exploded = has_exploded(old["trace_u"], seen.trace_u) | has_exploded(old["trace_g"], seen.trace_g)
-        return new, alive, exploded & (updates >= SETTLED_UPDATES)
+        exploded = exploded & (updates >= SETTLED_UPDATES)
+        return new._replace(numbers=traces | new.numbers, alive=alive, exploded=exploded)
 
     @abstractmethod
     def _updated(
         self, structures: Pair, state: State, seen: Statistics, settings: Settings, dampings: Dampings
-    ) -> State:
+    ) -> Proposal:
         """The factors and momenta after the update, for given dampings of U and G."""
 
     @abstractmethod
     def _begun(
-        self, state: State, seen: Statistics, traces: State, dampings: Dampings, begins: Tensor
+        self, state: State, seen: Statistics, traces: Numbers, dampings: Dampings, begins: Flag
     ) -> tuple[State, Statistics]:
         """The multiple of the identity that fits the traces, where there is curvature for the first time."""
 
-    def _traces(self, state: State, seen: Statistics, updates: int) -> State:
-        """Moving averages of tr(U) / d_i and tr(G) / d_o."""
-        rate = max(0.05, 1 / (updates + 1))
-        pairs = zip(TRACES, (seen.trace_u, seen.trace_g), strict=True)
-        return {
-            name: torch.where(state[name] > 0, moving_average(state[name], new, rate), new)
-            for name, new in pairs
-        }
-
-    def dampings(self, traces: State, settings: Settings) -> Dampings:
+    def dampings(self, traces: Mapping[str, Number], settings: Settings) -> Dampings:
         """λ for U and for G: as given, or in proportion to their traces so that the product is λ tr tr."""
         if not settings.relative_damping:
             return settings.damping, settings.damping
@@ -273,9 +314,22 @@ def _needs_traces(settings: Settings) -> bool:
     return settings.relative_damping or settings.factor_start == "trace"
 
 
-def _alive(traces: State) -> Tensor:
-    """Whether there has been any curvature above round-off, ``[..., 1]``."""
+def _averaged(traces: Numbers, seen: Statistics, updates: int) -> Numbers:
+    """Moving averages of tr(U) / d_i and tr(G) / d_o."""
+    rate = max(0.05, 1 / (updates + 1))
+    pairs = zip(traces.items(), (seen.trace_u, seen.trace_g), strict=True)
+    return {name: where(old > 0, old + rate * (new - old), new) for (name, old), new in pairs}
+
+
+def _alive(traces: Numbers) -> Flag:
+    """Whether there has been any curvature above round-off."""
     return (traces["trace_u"] > NO_CURVATURE) & (traces["trace_g"] > NO_CURVATURE)
+
+
+def _tensors(numbers: Numbers, like: Tensor) -> State:
+    """Numbers of matrices as they are kept, ``[..., 1]``."""
+    shape = (*like.shape[:-1], 1)
+    return {k: v if isinstance(v, Tensor) else like.new_full(shape, v) for k, v in numbers.items()}
 
 
 @dataclass(frozen=True)
@@ -311,32 +365,46 @@ class InverseFree(Rule):
         return _square(k, c.dim * kept_for), _square(c, k.dim * kept_for)
 
     def _begun(
-        self, state: State, seen: Statistics, traces: State, dampings: Dampings, begins: Tensor
+        self, state: State, seen: Statistics, traces: Numbers, dampings: Dampings, begins: Flag
     ) -> tuple[State, Statistics]:
         # Until now the factors were the identity, and H was U.
         sizes = [traces[name] + damping for name, damping in zip(TRACES, dampings, strict=True)]
-        of_k, of_c = (torch.where(begins, size, 1) for size in sizes)
-        state = state | {"K": state["K"] * of_k.rsqrt(), "C": state["C"] * of_c.rsqrt()}
-        return state, seen._replace(k=seen.k / of_k, c=seen.c / of_c)
+        of_k, of_c = (where(begins, size, 1.0) for size in sizes)
+        state = state | {"K": state["K"] * of_k**-0.5, "C": state["C"] * of_c**-0.5}
+        k, c = (h._replace(scale=h.scale / size) for h, size in ((seen.k, of_k), (seen.c, of_c)))
+        return state, seen._replace(k=k, c=c)
 
     def _updated(
         self, structures: Pair, state: State, seen: Statistics, settings: Settings, dampings: Dampings
-    ) -> State:
+    ) -> Proposal:
         k, c = self.preconditioners(structures, state)
         if self.adaptive:
             damping = dampings[0] * dampings[1] if settings.relative_damping else settings.damping
             directions = ingd(k, c, seen.k, seen.c, damping)
         else:
             directions = ikfac(k, c, seen.k, seen.c, *dampings)
-        new = {}
+        new: State = {}
+        numbers: Numbers = {}
+        total = seen.trace_u + seen.trace_g  # of all that is not finite if a part of it is not
         for name, factor, m in zip(self.names, (k, c), directions, strict=True):
             if settings.precond_momentum:
                 old = state.get(f"m_{name}", torch.zeros_like(m))
                 m = new[f"m_{name}"] = settings.precond_momentum * old + m
-            norm = new[f"norm_m_{name}"] = factor.structure.norm(m)
-            rate = bounded_rate(norm, settings.precond_lr, settings.max_factor_step)
-            new[name] = move(factor, m, rate)
-        return new
+            size = numbers[f"norm_m_{name}"] = _size(factor.structure, m, settings)
+            new[name] = move(factor, m, bounded_rate(size, settings.precond_lr, settings.max_factor_step))
+            total = total + size + number(factor.structure.inner(new[name], new[name]))
+        return Proposal(new, numbers, is_finite(total))
+
+
+def _size(structure: Structure, m: Tensor, settings: Settings) -> Number:
+    """|m|₂; a bound from above where that is small enough, if this can be seen without waiting."""
+    if is_at_hand(m):
+        bound = number(structure.norm_bound(m))
+        if not isinstance(bound, Tensor) and not may_be_too_far(
+            bound, settings.precond_lr, settings.max_factor_step
+        ):
+            return bound
+    return number(structure.norm(m))
 
 
 def _square(structure: Structure, columns: int) -> Square:
@@ -381,16 +449,17 @@ class Inverting(Rule):
         return Symmetric(structures[0]), Symmetric(structures[1])
 
     def _begun(
-        self, state: State, seen: Statistics, traces: State, dampings: Dampings, begins: Tensor
+        self, state: State, seen: Statistics, traces: Numbers, dampings: Dampings, begins: Flag
     ) -> tuple[State, Statistics]:
-        sizes = (torch.where(begins, traces[name], 1) for name in TRACES)
+        sizes = (where(begins, traces[name], 1.0) for name in TRACES)
         return state | {n: state[n] * size for n, size in zip(self.names, sizes, strict=True)}, seen
 
     def _updated(
         self, structures: Pair, state: State, seen: Statistics, settings: Settings, dampings: Dampings
-    ) -> State:
-        new = {}
+    ) -> Proposal:
+        new: State = {}
         for name, s, u, damping in zip(self.names, structures, (seen.k, seen.c), dampings, strict=True):
             new[name] = moving_average(state[name], u, settings.precond_lr)
             new[f"{name}_inverse"] = damped_inverse(s, new[name], damping)
-        return new
+        found = are_finite(*new.values())
+        return Proposal(new, {}, flag(found) & is_finite(seen.trace_u + seen.trace_g))

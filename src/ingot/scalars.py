@@ -20,25 +20,41 @@ Flag: TypeAlias = bool | Tensor
 
 
 def number(value: Number) -> Number:
-    """The value of a tensor of one entry, if it is at hand."""
-    if isinstance(value, Tensor) and _at_hand(value):
-        found: Any = value.tolist() if value.ndim == 0 else value.reshape(()).tolist()
+    """The value of a tensor of one entry, if it is at hand; other tensors stay as they are."""
+    if isinstance(value, Tensor) and value.numel() == 1 and is_at_hand(value):
+        found: Any = value.tolist()  # faster than item
+        while isinstance(found, list):
+            found = found[0]
         return found
     return value
 
 
-def is_known(flags: Tensor) -> bool:
+def flag(value: Tensor) -> Flag:
+    """The same of a tensor of one flag."""
+    found: Any = number(value)
+    return found
+
+
+def coefficient(value: Number, like: Tensor) -> Number:
+    """A number as torch multiplies such tensors with it: infinite if it is beyond their range."""
+    if isinstance(value, Tensor) or not abs(value) > torch.finfo(like.dtype).max:
+        return value
+    return math.copysign(math.inf, value)
+
+
+def is_known(flags: Flag) -> bool:
     """Whether all of several flags are up, where that can be seen without waiting for a device."""
-    return _at_hand(flags) and all(flags.flatten().tolist())
+    return is_at_hand(flags) and all(flags.flatten().tolist()) if isinstance(flags, Tensor) else flags
 
 
-def is_any(flags: Tensor) -> bool:
+def is_any(flags: Flag) -> bool:
     """Whether any of several flags is up, where that can be seen without waiting for a device."""
-    return _at_hand(flags) and any(flags.flatten().tolist())
+    return is_at_hand(flags) and any(flags.flatten().tolist()) if isinstance(flags, Tensor) else flags
 
 
-def _at_hand(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+def is_at_hand(tensor: Tensor) -> bool:
+    """Whether to look at a tensor's entries takes no time."""
+    return tensor.is_cpu and not torch.compiler.is_compiling()
 
 
 def where(condition: Flag, this: Number, other: Number) -> Number:
@@ -75,10 +91,9 @@ def root_mean_square(tensors: list[Tensor]) -> Number:
 
 def root_mean_squares(sets: list[list[Tensor]]) -> list[Number]:
     """The root mean square of all entries of each of several sets of tensors on one device."""
-    sums = torch.stack([_sum_of_squares(tensor) for tensors in sets for tensor in tensors])
-    found: Any = iter(sums.tolist() if _at_hand(sums) else sums.unbind())
-    means = [sum(next(found) for _ in ts) / sum([t.numel() for t in ts]) for ts in sets]
-    return [mean.sqrt() if isinstance(mean, Tensor) else math.sqrt(mean) for mean in means]
+    sums = [sum([number(_sum_of_squares(t)) for t in tensors]) for tensors in sets]
+    sizes = [sum([t.numel() for t in tensors]) for tensors in sets]
+    return [(total / size) ** 0.5 for total, size in zip(sums, sizes, strict=True)]
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:

@@ -11,11 +11,18 @@ from ingot.scalars import Flag, Number, greatest, least, no, where
 # --- The step of the factors ----------------------------------------------------------------------------
 
 
-def bounded_rate(norm: Tensor, lr: float, max_step: float | None) -> Tensor | float:
+WILD = 2.0
+"""A step of a factor so many times its own size leaves nothing of it; such steps are told of."""
+
+
+def bounded_rate(norm: Number, lr: float, max_step: float | None) -> Number:
     """β₁, lowered where β₁ |m|₂ would exceed ``max_step``, so that I - β₁ m stays well inside the group."""
-    if max_step is None:
-        return lr
-    return (max_step / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(lr)
+    return lr if max_step is None else least(max_step / at_least_tiny(norm), lr)
+
+
+def may_be_too_far(bound: float, lr: float, max_step: float | None) -> bool:
+    """Whether a step by a direction of at most this norm may exceed the bound, or what is told of."""
+    return lr * bound > (WILD if max_step is None else max_step)
 
 
 def warmed_rate(lr: float, updates: int) -> float:
@@ -71,13 +78,13 @@ MIN_DAMPING = 1e-6
 """Relative damping is at least this, which bounds the condition of the factors even for λ = 0."""
 
 
-def is_finite(*entries: Tensor) -> Tensor:
+def are_finite(*entries: Tensor) -> Tensor:
     """Whether all entries of these elements are finite, with squares that float32 can hold, ``[..., 1]``."""
     sizes = [e if e.shape[-1] == 1 else torch.linalg.vector_norm(e, dim=-1, keepdim=True) for e in entries]
     return torch.cat(sizes, dim=-1).float().square().sum(-1, keepdim=True).isfinite()
 
 
-def has_exploded(average: Tensor, new: Tensor) -> Tensor:
+def has_exploded(average: Number, new: Number) -> Flag:
     """Whether a trace is beyond all that was seen, if anything was."""
     return (average > 0) & (new > EXPLOSION * average)
 

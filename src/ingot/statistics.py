@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ingot.layers import LayerAdapter, columns
-from ingot.rules import Factor, Rule, Statistics
+from ingot.rules import Curvature, Factor, Rule, Statistics
+from ingot.scalars import Number, is_finite, number, where
+from ingot.stability import at_least_tiny
 from ingot.structures import Diagonal, Structure
 from ingot.structures.base import beside
 
@@ -37,10 +39,10 @@ class Sums(NamedTuple):
         pairs: Any = zip(self, other, strict=True)
         return Sums(*(a + b for a, b in pairs))
 
-    def scaled(self, of_k: Tensor | float, of_c: Tensor | float, d_i: int, d_o: int) -> Statistics:
+    def scaled(self, of_k: Number, of_c: Number, d_i: int, d_o: int) -> Statistics:
         """The statistics for given scales of both sides."""
-        trace_k, trace_c = self.square_k * (of_k / d_i), self.square_c * (of_c / d_o)
-        return Statistics(self.k * of_k, self.c * of_c, trace_k, trace_c)
+        trace_k, trace_c = number(self.square_k) * (of_k / d_i), number(self.square_c) * (of_c / d_o)
+        return Statistics(Curvature(self.k, of_k), Curvature(self.c, of_c), trace_k, trace_c)
 
 
 class Use:
@@ -79,15 +81,13 @@ class Use:
     def input_columns(self, approx: str) -> Iterator[Tensor]:
         """The columns whose mean outer product is U, ``[..., d_i, n]``, in one or several parts."""
         if approx == "reduce":
-            yield self.adapter.mean_inputs(self.module, self.x, self.g).mT
-            return
+            return iter([self.adapter.mean_inputs(self.module, self.x, self.g).mT])
         parts = [(self.x, self.g)]
-        size = self.x.numel() * self.adapter.growth(self.module)
-        if size > max(CHUNK, self.x.numel()) and len(self.x) == self.batch:
+        growth = self.adapter.growth(self.module)
+        if growth > 1 and (size := self.x.numel() * growth) > CHUNK and len(self.x) == self.batch:
             samples = max(1, CHUNK * self.batch // size)
             parts = list(zip(self.x.split(samples), self.g.split(samples), strict=True))
-        for x, g in parts:
-            yield self._some(columns(self.adapter.inputs(self.module, x, g)))
+        return (self._some(columns(self.adapter.inputs(self.module, x, g))) for x, g in parts)
 
 
 class Pending:
@@ -127,9 +127,9 @@ class Pending:
         ``scale`` is what the loss was multiplied with for the backward pass, if it was.
         """
         power = int(loss_is_mean) if self._power is None else self._power
-        of_g: Tensor | float = float(self._terms) ** power
+        of_g: Number = float(self._terms) ** power
         if scale is not None:
-            of_g = of_g / scale.to(next(iter(self._sums.values())).c.device).square()
+            of_g = of_g / number(scale.to(next(iter(self._sums.values())).c.device).square())
         straight, flipped = (self._sums.get(side) for side in (False, True))
         found = []
         if straight is not None:
@@ -139,7 +139,7 @@ class Pending:
         return found[0] if len(found) == 1 else _added(*found)
 
 
-def _mean(rows: int | Tensor) -> Tensor | float:
+def _mean(rows: int | Tensor) -> Number:
     return 1 / rows.clamp_min(1) if isinstance(rows, Tensor) else 1 / rows
 
 
@@ -149,11 +149,11 @@ def _added(a: Statistics, b: Statistics) -> Statistics:
     U₁ ⊗ G₁ + U₂ ⊗ G₂ does not change with a factor that moves from U₂ to G₂, but (U₁ + U₂) ⊗ (G₁ + G₂)
     does. It is chosen so that the second product weighs as much beside the first on both sides.
     """
-    squared = (a.trace_g * b.trace_u) / (a.trace_u * b.trace_g)
-    move = torch.where(squared.isfinite() & (squared > 0), squared, 1).sqrt()
-    return Statistics(
-        a.k + b.k / move, a.c + b.c * move, a.trace_u + b.trace_u / move, a.trace_g + b.trace_g * move
-    )
+    this, other = a.trace_u * b.trace_g, a.trace_g * b.trace_u
+    squared = where(this > 0, other / at_least_tiny(this), 0.0)
+    move = where(is_finite(squared) & (squared > 0), squared, 1.0) ** 0.5
+    k, c = Curvature(a.k.value + b.k.value / move), Curvature(a.c.value + b.c.value * move)
+    return Statistics(k, c, a.trace_u + b.trace_u / move, a.trace_g + b.trace_g * move)
 
 
 def sums_of_use(rule: Rule, factors: tuple[Factor, Factor], use: Use, approx: str, grams: Grams) -> Sums:
@@ -201,7 +201,7 @@ def _side(rule: Rule, factor: Factor, x: Tensor, constant: float | None) -> Side
 
 def _of_gram(rule: Rule, factor: Factor, gram: Tensor, rows: int) -> Side:
     structure = factor.structure
-    return Side(rule.statistic_of_gram(factor, gram), structure.mean_trace(gram) * structure.dim, rows)
+    return Side(rule.statistic_of_gram(factor, gram), structure.trace(gram), rows)
 
 
 def _inputs(rule: Rule, factor: Factor, use: Use, approx: str, constant: float | None, grams: Grams) -> Side:

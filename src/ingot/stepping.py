@@ -13,10 +13,13 @@ from ingot.collecting import CollectingOptimizer
 from ingot.groups import Group
 from ingot.model import Layer, named_parameters
 from ingot.natural import Kept, Part, natural_gradient, scales
-from ingot.precision import computing, put
+from ingot.precision import computable, computing, put
 from ingot.rules import Product
 from ingot.scalars import Flag, Number, is_finite, no, number, root_mean_square, root_mean_squares, where
 from ingot.structures import Square
+
+GAIN_EVERY = 10
+"""How long natural gradients are is noted at one of so many factor updates: it takes time."""
 
 
 class SteppingOptimizer(CollectingOptimizer):
@@ -46,7 +49,7 @@ class SteppingOptimizer(CollectingOptimizer):
             part.begin()
         gradients = [self._gradient(p) for p in layer.parameters]
         natural = natural_gradient(layer, self._kept(layer, parts[0].group), gradients)
-        if layer.pending is not None:
+        if layer.pending is not None and self.state[layer.weight]["updates"] % GAIN_EVERY == 1:
             self._note_gain(layer, natural, gradients)
         if len(parts) < len(natural):  # a gradient is missing
             natural = [n for n, p in zip(natural, layer.parameters, strict=True) if p.grad is not None]
@@ -62,7 +65,7 @@ class SteppingOptimizer(CollectingOptimizer):
         sources = state[k], state[c]
         squares = self.rule.squares(layer.structures, kept_for)
         pairs = zip(squares, sources, strict=True)
-        of_k, of_c = (Product(square, square.of(a.to(computing(a.dtype)))) for square, a in pairs)
+        of_k, of_c = (Product(square, square.of(computable(a))) for square, a in pairs)
         versions = sources[0]._version, sources[1]._version
         kept = Kept(layer.structures, kept_for, sources, versions, of_k, of_c, scales(of_k, of_c, layer.bias))
         layer.kept = kept if any(square.numel for square in squares) else None

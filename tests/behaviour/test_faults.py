@@ -348,7 +348,10 @@ def test_without_damping_the_condition_is_bounded(rule, structure, dims, rank, s
             x = [torch.randn(dim, rank, dtype=torch.float64, generator=generator) for dim in dims]
             x = [columns * (len(columns) / columns.square().sum()).sqrt() for columns in x]
         pairs = zip(structures, rule.names, x, strict=True)
-        seen = [rule.statistic(rules.Factor(s, state[name]), columns) for s, name, columns in pairs]
+        seen = [
+            rules.Curvature(rule.statistic(rules.Factor(s, state[name]), columns))
+            for s, name, columns in pairs
+        ]
         state = rule.update(structures, state, rules.Statistics(*seen, one, one), numbers, update)
         if update % 10 == 9:
             for structure_of, entries in rule.preconditioners(structures, state):

@@ -89,7 +89,7 @@ def statistics(optimizer: Optimizer, weight: Tensor) -> tuple[Tensor, Tensor]:
     _, d_o, d_i = layer.shape
     mean = optimizer._group(weight)["loss_average"] is not None
     seen = layer.pending.scaled(d_i, d_o, loss_is_mean=mean)
-    return seen.k.reshape(d_i, d_i), seen.c.reshape(d_o, d_o)
+    return seen.k.value.reshape(d_i, d_i), seen.c.value.reshape(d_o, d_o)
 
 
 def hooks(model: nn.Module) -> list:

@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, jacrev
 from transformers.pytorch_utils import Conv1D
 
 from ingot import IKFAC, INGD, KFAC, PAPER, SINGD
+from ingot.rules import Statistics
 from tests.layers.test_contract import EXAMPLES, GraphLinear
 
 FAMILY = [SINGD, INGD, IKFAC, KFAC]
@@ -183,7 +184,13 @@ def _seen(optimizer, weight: nn.Parameter, loss_is_mean: bool = True):
     layer = optimizer._layers[weight]
     lead, d_o, d_i = layer.shape
     seen = layer.pending.scaled(d_i, d_o, loss_is_mean)
-    return [x.reshape(*(lead or (1,)), -1) for x in seen]
+    return [x.reshape(*(lead or (1,)), -1) for x in as_tensors(seen)]
+
+
+def as_tensors(seen: Statistics) -> list[torch.Tensor]:
+    """U, G and their mean traces."""
+    k, c = seen.k.value, seen.c.value
+    return [k, c, *(torch.as_tensor(trace, dtype=k.dtype).view(-1, 1) for trace in seen[2:])]
 
 
 def _entries(optimizer, weight: nn.Parameter, u: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
@@ -602,7 +609,7 @@ def test_some_rows_stand_for_all(optimizer_class, structure):
         optimizer = optimizer_class(model, structure=structure, max_rows=max_rows)
         model(x).square().sum().backward()
         (layer,) = optimizer._layers.values()
-        seen.append(layer.pending.scaled(6, 4, loss_is_mean=True))
+        seen.append(as_tensors(layer.pending.scaled(6, 4, loss_is_mean=True)))
         optimizer.detach()
     torch.testing.assert_close(seen[1], seen[0])
 
@@ -618,7 +625,7 @@ def test_other_rows_at_each_update():
         optimizer.zero_grad()
         model(x).sum().backward()
         (layer,) = optimizer._layers.values()
-        traces.append(layer.pending.scaled(2, 1, loss_is_mean=True).trace_u.item())
+        traces.append(layer.pending.scaled(2, 1, loss_is_mean=True).trace_u)
         optimizer.step()
     # Of six rows every third: the squares of 1 and 4, of 2 and 5, of 3 and 6, over two rows and two columns.
     assert traces == pytest.approx([17 / 4, 29 / 4, 45 / 4, 17 / 4])

@@ -163,8 +163,8 @@ def test_statistics_under_autocast_are_exact_products_of_what_was_computed(insid
     assert uses.seen[0][1].dtype == BF16
     seen = optimizer._layers[model.weight].pending.scaled(5, 3, loss_is_mean=True)
     g = uses.seen[0][1].grad.float()
-    torch.testing.assert_close(seen.k.reshape(5, 5), uses.u(1.0))
-    torch.testing.assert_close(seen.c.reshape(3, 3), 8 * g.mT @ g)
+    torch.testing.assert_close(seen.k.value.reshape(5, 5), uses.u(1.0))
+    torch.testing.assert_close(seen.c.value.reshape(3, 3), 8 * g.mT @ g)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

@@ -63,7 +63,7 @@ def test_products_are_those_of_the_matrices(text, dtype):
         _close(s.apply(a[0, 0], x), dense_a[0, 0] @ x)  # batch dimensions broadcast
         _close(s.dense(a + 3 * b), dense_a + 3 * dense_b)
         _close(s.inner(a, b).squeeze(-1), (dense_a * dense_b).sum((-2, -1)))
-        _close(s.mean_trace(a).squeeze(-1), dense_a.diagonal(dim1=-2, dim2=-1).mean(-1))
+        _close(s.trace(a).squeeze(-1), dense_a.diagonal(dim1=-2, dim2=-1).sum(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -145,7 +145,7 @@ def _largest_allocation(s: Structure) -> int:
         s.gram(x)
         s.self_gram(a)
         s.inner(a, a)
-        s.mean_trace(a)
+        s.trace(a)
         if s.invertible:
             s.inverse(a)
     return watch.largest
@@ -229,3 +229,16 @@ def test_norms_are_spectral_norms_from_below(text):
         ratio = s.norm(a) / exact
         assert ratio.max() <= 1 + 1e-9
         assert ratio.min() > 0.3
+
+
+def test_bounds_on_norms_are_from_above(text):
+    for dim in (1, 2, 9, 40):
+        s = bind(parse(text), dim)
+        a = _elements(s, 1, torch.float64)[0]
+        matrices = s.dense(a)
+        exact = torch.linalg.matrix_norm(matrices, 2).unsqueeze(-1)
+        bound = s.norm_bound(a)
+        assert bound.shape == exact.shape
+        assert (bound >= exact * (1 - 1e-9)).all()
+        assert (bound <= 1.2 * torch.linalg.matrix_norm(matrices).unsqueeze(-1)).all()
+        assert s.norm_bound(torch.full_like(a, torch.nan)).isnan().all()

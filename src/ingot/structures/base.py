@@ -92,13 +92,17 @@ class Structure(ABC):
             return torch.dot(a, b).view(1)
         return (a * b).sum(-1, keepdim=True)
 
-    def mean_trace(self, a: Tensor) -> Tensor:
-        """tr(A) / dim, ``[..., 1]``."""
-        return self.inner(a, self.identity_like(a)) / self.dim
+    def trace(self, a: Tensor) -> Tensor:
+        """The sum of the diagonal, ``[..., 1]``."""
+        return self.inner(a, self.identity_like(a))
 
     def norm(self, a: Tensor) -> Tensor:
         """An estimate of the spectral norm, ``[..., 1]``: three steps of power iteration on AᵀA."""
         return power_iteration(self, a, 3)
+
+    def norm_bound(self, a: Tensor) -> Tensor:
+        """A bound on the spectral norm from above that takes little time, ``[..., 1]``: Frobenius' norm."""
+        return self.inner(a, a).sqrt()
 
     def add_identity_(self, a: Tensor, value: float) -> Tensor:
         """A plus a multiple of the identity, in the place of A."""

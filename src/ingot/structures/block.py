@@ -92,6 +92,25 @@ class _Block(Structure):
         beside = (a_b * b_b).sum((-2, -1)).unsqueeze(-1)
         return target.inner(a_t, b_t) + beside + source.inner(a_s, b_s)
 
+    def trace(self, a: Tensor) -> Tensor:
+        (target, source), (a_t, _, a_s) = self._parts, self._split(a)
+        return target.trace(a_t) + source.trace(a_s)
+
+    def add_identity_(self, a: Tensor, value: float) -> Tensor:
+        (target, source), (a_t, _, a_s) = self._parts, self._split(a)
+        target.add_identity_(a_t, value)
+        source.add_identity_(a_s, value)
+        return a
+
+    def norm_bound(self, a: Tensor) -> Tensor:
+        """That of the 2 x 2 matrix of bounds on the parts; |B|₂⁴ is at most the trace of (B Bᵀ)²."""
+        (target, source), (a_t, b, a_s) = self._parts, self._split(a)
+        square = b @ b.mT if b.shape[-2] < b.shape[-1] else b.mT @ b
+        of_b = torch.linalg.vector_norm(square.flatten(-2), dim=-1, keepdim=True)  # |B|₂² at most
+        of_t, of_s = target.norm_bound(a_t).square(), source.norm_bound(a_s).square()
+        half = (of_t + of_s + of_b) / 2
+        return (half + (half.square() - of_t * of_s).clamp_min(0).sqrt()).sqrt()
+
     def flops(self, columns: int) -> int:
         beside = 2 * self.first.dim * self.second.dim * columns
         return self.first.flops(columns) + beside + self.second.flops(columns)

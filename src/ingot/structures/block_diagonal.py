@@ -105,6 +105,19 @@ class BlockDiagonal(Structure):
         norms = _norms(full).amax(-1, keepdim=True)
         return torch.maximum(norms, _norms(tail).unsqueeze(-1)) if self._tail else norms
 
+    def norm_bound(self, a: Tensor) -> Tensor:
+        """The largest of the blocks' Frobenius norms."""
+        full, tail = self._blocks(a)
+        norms = torch.linalg.vector_norm(full.flatten(-2), dim=-1).amax(-1, keepdim=True)
+        if not self._tail:
+            return norms
+        return torch.maximum(norms, torch.linalg.vector_norm(tail.flatten(-2), dim=-1, keepdim=True))
+
+    def trace(self, a: Tensor) -> Tensor:
+        full, tail = (blocks.diagonal(dim1=-2, dim2=-1) for blocks in self._blocks(a))
+        trace = full.sum((-2, -1)).unsqueeze(-1)
+        return trace + tail.sum(-1, keepdim=True) if self._tail else trace
+
     def gram_first(self, n: int) -> bool:
         return n > 1.6 * self.block
 
