@@ -82,9 +82,11 @@ def curvature(factor: Factor, x: Tensor) -> Tensor:
 def direction(factor: Factor, h: Curvature, weight: Number, damping: Number) -> Tensor:
     """½ Π̂(w H + λ KᵀK - I): where the factor should move, in its logarithm space."""
     s, entries = factor
-    weight = coefficient(0.5 * weight * h.scale, entries)
-    m = s.self_gram(entries).mul_(coefficient(0.5 * damping, entries))  # in place: new memory takes time
-    m = m.addcmul_(h.entries, weight) if isinstance(weight, Tensor) else m.add_(h.entries, alpha=weight)
+    weight, damping = coefficient(0.5 * weight * h.scale, entries), coefficient(0.5 * damping, entries)
+    if isinstance(weight, Tensor) or isinstance(damping, Tensor):
+        m = s.self_gram(entries).mul_(damping).addcmul_(h.entries, torch.as_tensor(weight).to(entries))
+    else:
+        m = s.add_self_gram(h.entries, entries, weight, damping)
     return s.add_identity_(m, -0.5)
 
 
@@ -109,10 +111,10 @@ def ikfac(
 
 def move(factor: Factor, m: Tensor, lr: Number) -> Tensor:
     """K (I - β₁ m): the exponential map, cut off after its linear term."""
-    product = factor.structure.matmul(factor.entries, m)
+    s, entries = factor
     if isinstance(lr, Tensor):
-        return product.mul_(-lr).add_(factor.entries)
-    return torch.sub(factor.entries, product, alpha=lr)
+        return s.matmul(entries, m).mul_(-lr).add_(entries)
+    return s.add_matmul(entries, entries, m, -lr)
 
 
 def natural_gradient(k: Product, c: Product, gradient: Tensor) -> Tensor:

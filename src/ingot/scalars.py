@@ -91,9 +91,17 @@ def root_mean_square(tensors: list[Tensor]) -> Number:
 
 def root_mean_squares(sets: list[list[Tensor]]) -> list[Number]:
     """The root mean square of all entries of each of several sets of tensors on one device."""
-    sums = [sum([number(_sum_of_squares(t)) for t in tensors]) for tensors in sets]
+    sums = [sum([number(_sum_of_squares(t)) for t in _joined(tensors)]) for tensors in sets]
     sizes = [sum([t.numel() for t in tensors]) for tensors in sets]
     return [(total / size) ** 0.5 for total, size in zip(sums, sizes, strict=True)]
+
+
+def _joined(tensors: list[Tensor]) -> list[Tensor]:
+    """What tensors are the parts of, where that is one: a weight and its bias in the same memory."""
+    whole = tensors[0]._base
+    if whole is None or len(tensors) == 1 or any(t._base is not whole for t in tensors):
+        return tensors
+    return [whole] if whole.numel() == sum([t.numel() for t in tensors]) else tensors
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:

@@ -242,3 +242,16 @@ def test_bounds_on_norms_are_from_above(text):
         assert (bound >= exact * (1 - 1e-9)).all()
         assert (bound <= 1.2 * torch.linalg.matrix_norm(matrices).unsqueeze(-1)).all()
         assert s.norm_bound(torch.full_like(a, torch.nan)).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_with_products_in_one_go(text, dtype):
+    for dim in DIMS:
+        s = bind(parse(text), dim)
+        a, b, c = _elements(s, 3, dtype)
+        for lead in ((), (0,), (0, 1)):  # with and without batch dimensions
+            p, q, r = a[lead], b[lead], c[lead]
+            before = r.clone()
+            _close(s.add_matmul(r, p, q, 0.3), r + 0.3 * s.matmul(p, q))
+            _close(s.add_self_gram(r, p, 0.7, 0.3), 0.7 * r + 0.3 * s.self_gram(p))
+            assert torch.equal(r, before)

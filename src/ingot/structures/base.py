@@ -86,6 +86,11 @@ class Structure(ABC):
     # overrides ``inner``; one whose elements can be inverted overrides ``inverse``; the others are ways to
     # the same results that some structures have a shorter one for.
 
+    @property
+    def repeats(self) -> bool:
+        """Whether an entry may stand for several places of the matrix."""
+        return type(self).inner is not Structure.inner
+
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """Σᵢⱼ AᵢⱼBᵢⱼ over the matrices (not the stored entries), ``[..., 1]``."""
         if a.ndim == b.ndim == 1:
@@ -108,9 +113,21 @@ class Structure(ABC):
         """A plus a multiple of the identity, in the place of A."""
         return a.add_(self.identity_like(a), alpha=value)
 
+    def add_matmul(self, c: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+        """C + α A B."""
+        return torch.add(c, self.matmul(a, b), alpha=alpha)
+
+    def add_self_gram(self, c: Tensor, a: Tensor, beta: float, alpha: float) -> Tensor:
+        """β C + α Π̂(Aᵀ A)."""
+        return self.self_gram(a).mul_(alpha).add_(c, alpha=beta)
+
     def gram_beside(self, x: Tensor, constant: float | None) -> Tensor:
         """``gram`` of X with a row of one number below it, if that is given: the inputs of a bias."""
         return self.gram(x if constant is None else beside(x, constant))
+
+    def cross_gram(self, x: Tensor, y: Tensor) -> Tensor:
+        """Π̂ of ½ (X Yᵀ + Y Xᵀ), of structures that have a ``sandwich``."""
+        return self.sandwich(x, y)  # which says that there is none
 
     def gram_first(self, n: int) -> bool:
         """Whether ``sandwich`` of a Gram matrix takes less time than the Gram matrix of n columns of AᵀX."""

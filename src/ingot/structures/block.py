@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ingot.structures.base import Square, Structure
-from ingot.structures.dense import Dense
+from ingot.structures.base import Square, Structure, beside
+from ingot.structures.dense import Dense, fourth_root
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,13 @@ class _Block(Structure):
         in_source = source.self_gram(a_s) + source.gram(b.mT)
         return self._join(target.self_gram(a_t), 2 * target.apply_t(a_t, b), in_source)
 
+    @property
+    def repeats(self) -> bool:
+        return self.first.repeats or self.second.repeats
+
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        if not self.repeats:
+            return super().inner(a, b)
         (target, source) = self._parts
         (a_t, a_b, a_s), (b_t, b_b, b_s) = self._split(a), self._split(b)
         beside = (a_b * b_b).sum((-2, -1)).unsqueeze(-1)
@@ -102,11 +108,43 @@ class _Block(Structure):
         source.add_identity_(a_s, value)
         return a
 
+    # With G for S and T for the target's own matrix, Kᵀ G K is [[Tᵀ G T, Tᵀ (G B + Y)], [.., M + Sᵀ G S]] for
+    # Y = (beside) S: all of it follows from Π̂ where the target is dense and the source's part does.
+
+    def gram_first(self, n: int) -> bool:
+        target, source = self._parts
+        return isinstance(target, Dense) and target.gram_first(n) and source.gram_first(n)
+
+    def sandwich(self, a: Tensor, gram: Tensor) -> Tensor:
+        if not isinstance(self._parts[0], Dense):
+            return super().sandwich(a, gram)
+        (target, source), (a_t, b, a_s), (g_t, g_beside, g_s) = self._parts, self._split(a), self._split(gram)
+        g_b = target.apply(g_t, b)
+        y = source.apply_t(a_s, g_beside.mT).mT  # twice what stands beside G in the rows of the target
+        in_source = source.cross_gram(b.mT, (g_b + y).mT) + source.sandwich(a_s, g_s)
+        in_b = target.apply_t(a_t, 2 * g_b + y)
+        return self._join(target.sandwich(a_t, g_t), in_b, in_source)
+
+    def cross_gram(self, x: Tensor, y: Tensor) -> Tensor:
+        (target, source), (x_t, x_s), (y_t, y_s) = self._parts, self._rows(x), self._rows(y)
+        b = x_t @ y_s.mT + y_t @ x_s.mT
+        return self._join(target.cross_gram(x_t, y_t), b, source.cross_gram(x_s, y_s))
+
+    def gram_beside(self, x: Tensor, constant: float | None) -> Tensor:
+        if constant is None:
+            return self.gram(x)
+        target, source = self._parts
+        first, second = x.split((self.first.dim, self.second.dim - 1), dim=-2)
+        if self._upper:
+            b = torch.cat((first @ second.mT, constant * first.sum(-1, keepdim=True)), dim=-1)
+            return self._join(target.gram(first), 2 * b, source.gram_beside(second, constant))
+        second = beside(second, constant)
+        return self._join(target.gram(second), 2 * second @ first.mT, source.gram(first))
+
     def norm_bound(self, a: Tensor) -> Tensor:
-        """That of the 2 x 2 matrix of bounds on the parts; |B|₂⁴ is at most the trace of (B Bᵀ)²."""
+        """That of the 2 x 2 matrix of bounds on the parts."""
         (target, source), (a_t, b, a_s) = self._parts, self._split(a)
-        square = b @ b.mT if b.shape[-2] < b.shape[-1] else b.mT @ b
-        of_b = torch.linalg.vector_norm(square.flatten(-2), dim=-1, keepdim=True)  # |B|₂² at most
+        of_b = fourth_root(b if b.shape[-2] < b.shape[-1] else b.mT).square()
         of_t, of_s = target.norm_bound(a_t).square(), source.norm_bound(a_s).square()
         half = (of_t + of_s + of_b) / 2
         return (half + (half.square() - of_t * of_s).clamp_min(0).sqrt()).sqrt()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ingot.structures.base import Square, Structure, beside, power_start
-from ingot.structures.dense import Dense
+from ingot.structures.dense import Dense, add_product
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,14 @@ class BlockDiagonal(Structure):
     def self_gram(self, a: Tensor) -> Tensor:
         return self._join_blocks(*(p.mT @ p for p in self._blocks(a)))
 
+    def add_matmul(self, c: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+        blocks = zip(self._blocks(c), self._blocks(a), self._blocks(b), strict=True)
+        return self._join_blocks(*(add_product(r, p, q, 1.0, alpha) for r, p, q in blocks))
+
+    def add_self_gram(self, c: Tensor, a: Tensor, beta: float, alpha: float) -> Tensor:
+        blocks = zip(self._blocks(c), self._blocks(a), strict=True)
+        return self._join_blocks(*(add_product(r, p.mT, p, beta, alpha) for r, p in blocks))
+
     def inverse(self, a: Tensor) -> Tensor:
         return self._join_blocks(*(torch.linalg.inv_ex(p).inverse for p in self._blocks(a)))
 
@@ -117,6 +125,10 @@ class BlockDiagonal(Structure):
         full, tail = (blocks.diagonal(dim1=-2, dim2=-1) for blocks in self._blocks(a))
         trace = full.sum((-2, -1)).unsqueeze(-1)
         return trace + tail.sum(-1, keepdim=True) if self._tail else trace
+
+    def cross_gram(self, x: Tensor, y: Tensor) -> Tensor:
+        products = [p @ q.mT for p, q in zip(self._rows(x), self._rows(y), strict=True)]
+        return self._join_blocks(*((p + p.mT) / 2 for p in products))
 
     def gram_first(self, n: int) -> bool:
         return n > 1.6 * self.block
@@ -159,11 +171,19 @@ class _BlockSquares(Square):
         return self.structure._join_blocks(*(p @ p.mT for p in self.structure._blocks(a)))
 
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        # The batched product is slow to write columns: where out is laid out by these, it is turned after it.
-        turn = out.stride(-1) != 1 and out.mT.is_contiguous()
-        result = out.new_empty(out.shape) if turn else out
         s = self.structure
         block, rows, lead = s.block, s._full * s.block, entries.shape[:-1]
+        # The batched product is slow to write columns. Where out is laid out by these, blocks are multiplied
+        # one by one from the other side; small ones together, and turned after it.
+        turn = out.stride(-1) != 1 and out.stride(-2) == 1
+        if turn and not lead and block >= 16:
+            parts = zip(s._blocks(entries)[0].unbind(), x.split(block), out.split(block), strict=False)
+            for square, part, into in parts:
+                torch.mm(part.mT, square, out=into.mT)
+            if s._tail:
+                torch.mm(x[rows:].mT, s._blocks(entries)[1], out=out[rows:].mT)
+            return out
+        result = out.new_empty(out.shape) if turn else out
         if lead:
             for p, q, r in zip(s._blocks(entries), s._rows(x), s._rows(result), strict=True):
                 if r.numel():

@@ -10,6 +10,10 @@ from torch import Tensor
 from ingot.structures.base import Square, Structure
 
 
+SMALL = 64
+"""Products of matrices of no more rows than this take no longer than other operations."""
+
+
 @dataclass(frozen=True)
 class Dense(Structure):
     """Every entry is free: ``dim²`` of them."""
@@ -42,6 +46,13 @@ class Dense(Structure):
     def self_gram(self, a: Tensor) -> Tensor:
         return self.gram(self._matrix(a).mT)
 
+    def add_matmul(self, c: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+        return add_product(self._matrix(c), self._matrix(a), self._matrix(b), 1.0, alpha).flatten(-2)
+
+    def add_self_gram(self, c: Tensor, a: Tensor, beta: float, alpha: float) -> Tensor:
+        a = self._matrix(a)
+        return add_product(self._matrix(c), a.mT, a, beta, alpha).flatten(-2)
+
     def inverse(self, a: Tensor) -> Tensor:
         # inv_ex, unlike inv, does not wait for the device to report on singular input.
         return torch.linalg.inv_ex(self._matrix(a)).inverse.flatten(-2)
@@ -65,6 +76,14 @@ class Dense(Structure):
         matrix[..., -1, -1] = x.shape[-1] * constant**2
         return matrix.flatten(-2)
 
+    def cross_gram(self, x: Tensor, y: Tensor) -> Tensor:
+        product = x @ y.mT
+        return ((product + product.mT) / 2).flatten(-2)
+
+    def norm_bound(self, a: Tensor) -> Tensor:
+        """Frobenius' norm; of small matrices the fourth root of tr((A Aᵀ)²), which is closer."""
+        return super().norm_bound(a) if self.dim > SMALL else fourth_root(self._matrix(a))
+
     def gram_first(self, n: int) -> bool:
         # n d² for the Gram matrix and 2 d³ for the sandwich, instead of 2 n d²: pays from 2 d on, and a
         # little sooner since fewer columns are written.
@@ -77,6 +96,21 @@ class Dense(Structure):
     @property
     def square(self) -> Square:
         return DenseSquare(self)
+
+
+def add_product(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    """β C + α A B of matrices, in one go."""
+    if c.ndim == 2:
+        return torch.addmm(c, a, b, beta=beta, alpha=alpha)
+    shape = c.shape
+    c, a, b = (m.flatten(0, -3) for m in (c, a, b))
+    return torch.baddbmm(c, a, b, beta=beta, alpha=alpha).view(shape)
+
+
+def fourth_root(matrix: Tensor) -> Tensor:
+    """The fourth root of tr((M Mᵀ)²), ``[..., 1]``, which is no smaller than |M|₂."""
+    square = matrix @ matrix.mT
+    return torch.linalg.vector_norm(square.flatten(-2), dim=-1, keepdim=True).sqrt()
 
 
 @dataclass(frozen=True)

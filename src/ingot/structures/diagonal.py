@@ -40,6 +40,12 @@ class Diagonal(Structure):
     def self_gram(self, a: Tensor) -> Tensor:
         return a.square()
 
+    def add_matmul(self, c: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+        return torch.addcmul(c, a, b, value=alpha)
+
+    def add_self_gram(self, c: Tensor, a: Tensor, beta: float, alpha: float) -> Tensor:
+        return (c * beta).addcmul_(a, a, value=alpha)
+
     def inverse(self, a: Tensor) -> Tensor:
         return a.reciprocal()
 
@@ -58,6 +64,9 @@ class Diagonal(Structure):
 
     def norm_bound(self, a: Tensor) -> Tensor:
         return self.norm(a)
+
+    def cross_gram(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).sum(-1)
 
     def gram_first(self, n: int) -> bool:
         return True
