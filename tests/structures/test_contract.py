@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ingot.structures import Structure, bind, parse, registered
+from ingot.structures import Dense, Diagonal, Hierarchical, Lower, Structure, Upper, bind, parse, registered
 from tests.structures.oracle import project
 
 # Everything that has a name is tested as it is; what needs arguments is tested in the compositions.
@@ -191,6 +191,21 @@ def test_squares_are_those_of_the_matrices(text, dtype, by_columns):
             if s.square.works_in_place:
                 out.copy_(mine)
                 _close(s.square.apply(of, out, out), its)
+
+
+@pytest.mark.parametrize(("first", "middle", "last"), [(2, 7, 3), (4, 5, 0), (0, 5, 4)])
+def test_hierarchical_ones_are_compositions(first, middle, last):
+    """The combinators have the same matrices, projections and products, in another order of the entries."""
+    s = Hierarchical(first, Diagonal(middle), last)
+    other = Lower(Diagonal(middle), Dense(last)) if last else Diagonal(middle)
+    other = Upper(Dense(first), other) if first else other
+    assert (s.numel, s.dim, str(s)) == (other.numel, other.dim, str(other))
+    x, matrix = torch.randn(s.dim, 4, dtype=torch.float64), torch.eye(s.dim, dtype=torch.float64)
+    _close(s.dense(s.gram(x)), other.dense(other.gram(x)))
+    a, b = s.gram(x), other.gram(x)
+    _close(s.dense(s.matmul(a, a)), other.dense(other.matmul(b, b)))
+    _close(s.dense(s.self_gram(a)), other.dense(other.self_gram(b)))
+    _close(s.apply_t(a, matrix), other.apply_t(b, matrix))
 
 
 def test_which_structures_have_squares():

@@ -9,6 +9,7 @@ from ingot.structures import (
     BlockDiagonal,
     Dense,
     Diagonal,
+    Hierarchical,
     Lower,
     Structure,
     Upper,
@@ -28,18 +29,18 @@ from ingot.structures import (
         ("diagonal", 5, Diagonal(5)),
         ("block_diagonal(3)", 8, BlockDiagonal(8, 3)),
         ("triu_toeplitz", 8, UpperToeplitz(8)),
-        ("rank_triu(2)", 8, Upper(Dense(2), Diagonal(6))),
+        ("rank_triu(2)", 8, Hierarchical(2, Diagonal(6), 0)),
         ("rank_tril", 8, Lower(Dense(1), Diagonal(7))),
         ("rank_triu_mirrored(2)", 8, Upper(Diagonal(6), Dense(2))),
-        ("rank_tril_mirrored(2)", 8, Lower(Diagonal(6), Dense(2))),
-        ("hierarchical(2,3)", 9, Upper(Dense(2), Lower(Diagonal(4), Dense(3)))),
-        ("upper(dense(16),diagonal)", 20, Upper(Dense(16), Diagonal(4))),
+        ("rank_tril_mirrored(2)", 8, Hierarchical(0, Diagonal(6), 2)),
+        ("hierarchical(2,3)", 9, Hierarchical(2, Diagonal(4), 3)),
+        ("upper(dense(16),diagonal)", 20, Hierarchical(16, Diagonal(4), 0)),
         (" upper( block_diagonal(2, 6) , diagonal ) ", 9, Upper(BlockDiagonal(6, 2), Diagonal(3))),
         # Sizes larger than the layer shrink; a part without rows drops out.
         ("block_diagonal(30)", 4, BlockDiagonal(4, 4)),
         ("rank_triu(16)", 3, Dense(3)),
         ("upper(dense(16),diagonal)", 16, Dense(16)),
-        ("hierarchical(15,15)", 20, Upper(Dense(15), Dense(5))),
+        ("hierarchical(15,15)", 20, Hierarchical(15, Dense(5), 0)),
         ("hierarchical(15,15)", 12, Dense(12)),
         ("upper(diagonal,dense(4))", 4, Dense(4)),
     ],
@@ -86,7 +87,7 @@ def test_a_combination_needs_to_know_where_to_split():
 
 def test_classes_and_functions_are_structures_too():
     assert bind(resolve(Diagonal), 4) == Diagonal(4)
-    assert bind(resolve(lambda dim: Upper(Dense(1), Diagonal(dim - 1))), 4) == bind(parse("rank_triu(1)"), 4)
+    assert bind(resolve(lambda dim: Hierarchical(1, Diagonal(dim - 1), 0)), 4) == bind(parse("rank_triu(1)"), 4)
     with pytest.raises(TypeError, match="a structure is text"):
         resolve(3)
     with pytest.raises(ValueError, match="was asked for dimension 4"):

@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ingot.structures.base import Square, Structure, beside
-from ingot.structures.dense import Dense, fourth_root
+from ingot.structures.base import Structure
 
 
 @dataclass(frozen=True)
@@ -108,47 +107,6 @@ class _Block(Structure):
         source.add_identity_(a_s, value)
         return a
 
-    # With G for S and T for the target's own matrix, Kᵀ G K is [[Tᵀ G T, Tᵀ (G B + Y)], [.., M + Sᵀ G S]] for
-    # Y = (beside) S: all of it follows from Π̂ where the target is dense and the source's part does.
-
-    def gram_first(self, n: int) -> bool:
-        target, source = self._parts
-        return isinstance(target, Dense) and target.gram_first(n) and source.gram_first(n)
-
-    def sandwich(self, a: Tensor, gram: Tensor) -> Tensor:
-        if not isinstance(self._parts[0], Dense):
-            return super().sandwich(a, gram)
-        (target, source), (a_t, b, a_s), (g_t, g_beside, g_s) = self._parts, self._split(a), self._split(gram)
-        g_b = target.apply(g_t, b)
-        y = source.apply_t(a_s, g_beside.mT).mT  # twice what stands beside G in the rows of the target
-        in_source = source.cross_gram(b.mT, (g_b + y).mT) + source.sandwich(a_s, g_s)
-        in_b = target.apply_t(a_t, 2 * g_b + y)
-        return self._join(target.sandwich(a_t, g_t), in_b, in_source)
-
-    def cross_gram(self, x: Tensor, y: Tensor) -> Tensor:
-        (target, source), (x_t, x_s), (y_t, y_s) = self._parts, self._rows(x), self._rows(y)
-        b = x_t @ y_s.mT + y_t @ x_s.mT
-        return self._join(target.cross_gram(x_t, y_t), b, source.cross_gram(x_s, y_s))
-
-    def gram_beside(self, x: Tensor, constant: float | None) -> Tensor:
-        if constant is None:
-            return self.gram(x)
-        target, source = self._parts
-        first, second = x.split((self.first.dim, self.second.dim - 1), dim=-2)
-        if self._upper:
-            b = torch.cat((first @ second.mT, constant * first.sum(-1, keepdim=True)), dim=-1)
-            return self._join(target.gram(first), 2 * b, source.gram_beside(second, constant))
-        second = beside(second, constant)
-        return self._join(target.gram(second), 2 * second @ first.mT, source.gram(first))
-
-    def norm_bound(self, a: Tensor) -> Tensor:
-        """That of the 2 x 2 matrix of bounds on the parts."""
-        (target, source), (a_t, b, a_s) = self._parts, self._split(a)
-        of_b = fourth_root(b if b.shape[-2] < b.shape[-1] else b.mT).square()
-        of_t, of_s = target.norm_bound(a_t).square(), source.norm_bound(a_s).square()
-        half = (of_t + of_s + of_b) / 2
-        return (half + (half.square() - of_t * of_s).clamp_min(0).sqrt()).sqrt()
-
     def flops(self, columns: int) -> int:
         beside = 2 * self.first.dim * self.second.dim * columns
         return self.first.flops(columns) + beside + self.second.flops(columns)
@@ -158,19 +116,6 @@ class _Block(Structure):
         target, source = self._parts
         beside = target.flops(source.dim) + source.flops(target.dim)
         return self.first.product_flops + beside + self.second.product_flops
-
-    @property
-    def square(self) -> Square | None:
-        """The target's rows of A Aᵀ are full; those of the source are its own A Aᵀ beside them."""
-        (target, source) = self._parts
-        if not isinstance(target, Dense) or source.square is None:
-            return None
-        inner = source.square
-        first, middle, last = 0, inner, 0
-        if isinstance(inner, _Bordered):
-            first, middle, last = inner.first, inner.middle, inner.last
-        above, below = (target.dim, 0) if self._upper else (0, target.dim)
-        return _Bordered(self, first + above, middle, last + below)
 
     def __str__(self) -> str:
         return f"{self.name}({self.first},{self.second})"
@@ -186,55 +131,3 @@ class Lower(_Block):
     """[[first, 0], [B, second]]."""
 
     _upper = False
-
-
-@dataclass(frozen=True)
-class _Bordered(Square):
-    """A Aᵀ with ``first`` and ``last`` full rows and columns, and a square of its own between them.
-
-    That is what hierarchical structures have. The full rows are stored first, then what is in the middle.
-    """
-
-    structure: _Block
-    first: int
-    middle: Square
-    last: int
-
-    @property
-    def _border(self) -> int:
-        return self.first + self.last
-
-    @property
-    def numel(self) -> int:  # type: ignore[override]
-        return self._border * self.structure.dim + self.middle.numel
-
-    def of(self, a: Tensor) -> Tensor:
-        s = self.structure
-        ones = torch.eye(s.dim, self.first, dtype=a.dtype, device=a.device)
-        lasts = torch.eye(self.last, dtype=a.dtype, device=a.device)
-        lasts = torch.nn.functional.pad(lasts, (0, 0, s.dim - self.last, 0))
-        rows = s.apply(a, s.apply_t(a, torch.cat((ones, lasts), dim=1))).mT
-        return torch.cat((rows.flatten(-2), self.middle.of(_core(s, a))), dim=-1)
-
-    def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        dim, first, inner = self.structure.dim, self.first, slice(self.first, self.structure.dim - self.last)
-        rows, middle = entries.split((self._border * dim, self.middle.numel), dim=-1)
-        rows = rows.unflatten(-1, (self._border, dim))
-        border = torch.cat((x[..., :first, :], x[..., dim - self.last :, :]), dim=-2)
-        full = rows @ x
-        self.middle.apply(middle, x[..., inner, :], out[..., inner, :])
-        if out.ndim == 2:
-            out[inner].addmm_(rows[:, inner].mT, border)
-        else:
-            out[..., inner, :] += rows[..., inner].mT @ border
-        out[..., :first, :] = full[..., :first, :]
-        out[..., dim - self.last :, :] = full[..., first:, :]
-        return out
-
-
-def _core(structure: Structure, a: Tensor) -> Tensor:
-    """The entries of the innermost source, which no border crosses."""
-    while isinstance(structure, _Block) and structure.square is not None:
-        a = structure._split(a)[2]
-        structure = structure._parts[1]
-    return a

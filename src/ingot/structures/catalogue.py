@@ -9,6 +9,7 @@ from ingot.structures.block import Lower, Upper
 from ingot.structures.block_diagonal import BlockDiagonal
 from ingot.structures.dense import Dense
 from ingot.structures.diagonal import Diagonal
+from ingot.structures.hierarchical import Hierarchical
 from ingot.structures.registry import Factory, Named, register
 from ingot.structures.toeplitz import LowerToeplitz, UpperToeplitz
 from ingot.structures.triangular import LowerTriangular, UpperTriangular
@@ -28,7 +29,18 @@ def _combine(combinator: type[Upper] | type[Lower], dim: int, first: Factory, se
     rows = min(dim, wants_first) if wants_first is not None else dim - min(dim, wants_second or 0)
     if rows in (0, dim):
         return (first if rows else second)(dim)
-    return combinator(first(rows), second(dim - rows))
+    return _normal(combinator, first(rows), second(dim - rows))
+
+
+def _normal(combinator: type[Upper] | type[Lower], first: Structure, second: Structure) -> Structure:
+    """Two parts as one structure: that for full rows around another one if it can be."""
+    if combinator is Upper and isinstance(first, Dense):
+        if isinstance(second, Hierarchical) and not second.first:
+            return Hierarchical(first.dim, second.middle, second.last)
+        return Hierarchical(first.dim, second, 0)
+    if combinator is Lower and isinstance(second, Dense):
+        return Hierarchical(0, first, second.dim)
+    return combinator(first, second)
 
 
 @register("upper")

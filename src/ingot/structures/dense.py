@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ingot.structures.base import Square, Structure
 
-
 SMALL = 64
 """Products of matrices of no more rows than this take no longer than other operations."""
 
