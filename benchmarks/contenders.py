@@ -125,6 +125,11 @@ def _ours(intervals: Sequence[int], per_token: bool) -> Iterator[Contender]:
             settings = common | {"cache_products": kept, "precond_warmup": 0}
             as_users: Maker = partial(ingot.SINGD, structure=structure, **settings)
             yield Contender(f"ingot SINGD {structure}", as_users, "ingot", structure, every, splits=True)
+        compiled: Maker = partial(ingot.SINGD, structure="diagonal", precond_warmup=0, compile=True, **common)
+        if every == max(intervals):
+            yield Contender(
+                "ingot SINGD diagonal, compiled", compiled, "ingot, compiled", "diagonal", every, splits=True
+            )
         for structure in ("diagonal", "dense"):
             kept = True if structure == "dense" else None
             as_in_paper: Maker = partial(

@@ -11,93 +11,118 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.side_by_side import TOLERANCE, FastPath, Ways, relative_error
-from ingot.rules import Curvature, Factor, curvature, ingd, move
-from ingot.structures import Dense, Diagonal, bind, parse
+from benchmarks.side_by_side import FastPath, Ways
+from ingot.layers.convolution import ConvolutionAdapter
+from ingot.natural import Scales, fused_descent
+from ingot.rows import RowSteps
+from ingot.rules import Curvature, Factor, Product, curvature, ingd, move, natural_gradient
+from ingot.statistics import Grams
+from ingot.structures import Structure, bind, parse
+from ingot.structures.base import InTurn, beside
+from ingot.structures.dense import symmetric_product
 
 # --- Statistics -------------------------------------------------------------------------------------------
 
 
-def column_sums(rows: int, d: int) -> Ways:
-    x, ones = torch.randn(rows, d), torch.ones(1, rows)
-    return lambda: x.mT.square().sum(-1), lambda: (ones @ x.square()).squeeze(0)
+def gram_first(structure: str, rows: int, d: int) -> Ways:
+    """Π̂(Kᵀ XᵀX K) from Π̂(XᵀX), without K times every row."""
+    s = bind(parse(structure), d)
+    factor, x = Factor(s, _near_identity(s)), torch.randn(rows, d)
+    assert s.gram_first(rows)
+    return lambda: curvature(factor, x.mT), lambda: s.sandwich(factor.entries, s.gram(x.mT))
 
 
-def gram_first(rows: int, d: int) -> Ways:
-    x, k = torch.randn(rows, d), torch.eye(d) + 0.01 * torch.randn(d, d)
-    factor = Factor(Dense(d), k.flatten())
+def bias_beside(structure: str, rows: int, d: int) -> Ways:
+    """The constant input of a bias, without a copy of all inputs."""
+    s, x = bind(parse(structure), d + 1), torch.randn(rows, d)
+    return lambda: s.gram(beside(x.mT, 1.0)), lambda: s.gram_beside(x.mT, 1.0)
+
+
+def shared_gram(structure: str, rows: int, d: int) -> Ways:
+    """The Gram matrix of the inputs that q, k and v have in common."""
+    s, x = bind(parse(structure), d), torch.randn(rows, d)
 
     def fast() -> Tensor:
-        return (k.mT @ (x.mT @ x) @ k).flatten()
+        grams = Grams()
+        return torch.stack([grams.of(s, x.mT, None) for _ in range(3)])
 
-    def plain() -> Tensor:  # the definition, whatever the library makes of it
-        half = x @ k
-        return (half.mT @ half).flatten()
+    return lambda: torch.stack([s.gram(x.mT) for _ in range(3)]), fast
 
-    assert relative_error(curvature(factor, x.mT), plain()) < TOLERANCE
-    return plain, fast
+
+def symmetric_halves(rows: int, d: int) -> Ways:
+    """X Xᵀ without half of what is below its diagonal."""
+    x = torch.randn(d, rows)
+    return lambda: x @ x.mT, lambda: symmetric_product(x, x)
+
+
+def convolution(approx: str, channels: int, size: int) -> Ways:
+    """The squares of a convolution's inputs, or their means over places, without unfolding them."""
+    module, adapter = torch.nn.Conv2d(channels, channels, 3, padding=1), ConvolutionAdapter()
+    x = torch.randn(32, channels, size, size)
+    g = torch.empty(32, channels, size, size)
+    if approx == "reduce":
+        return lambda: adapter.inputs(module, x, g).mean(-2), lambda: adapter.mean_inputs(module, x, g)
+
+    def fast() -> Tensor:
+        squares = adapter.input_squares(module, x, g, "expand")
+        assert squares is not None
+        return squares
+
+    return lambda: adapter.inputs(module, x, g).square().sum((-3, -2)), fast
 
 
 # --- The gradient and the weights -------------------------------------------------------------------------
 
 
-def natural_gradient(k: Factor, c: Factor, gradient: Tensor) -> Tensor:
-    """C Cᵀ ∇W K Kᵀ by the primitives of any structure, one product after the other."""
-    left = c.structure.apply(c.entries, c.structure.apply_t(c.entries, gradient))
-    return k.structure.apply(k.entries, k.structure.apply_t(k.entries, left.mT)).mT
+def _near_identity(s: Structure) -> Tensor:
+    return s.identity() + 0.01 * torch.randn(s.numel)
 
 
-def row_chunks(d: int, chunk: int) -> Ways:
-    """Rows of the gradient on their way to the natural gradient: large temporaries are page faults."""
-    gradient, k, c = torch.randn(d, d), 1 + 0.1 * torch.randn(d), 1 + 0.1 * torch.randn(d)
-    of_k, of_c = Factor(Diagonal(d), k), Factor(Diagonal(d), c)
-    out, squares = torch.empty(d, d), (k.square(), c.square().unsqueeze(-1))
-
-    def fast() -> Tensor:
-        for start in range(0, d, chunk):
-            rows = slice(start, start + chunk)
-            torch.mul(gradient[rows], squares[0], out=out[rows]).mul_(squares[1][rows])
-        return out
-
-    return lambda: natural_gradient(of_k, of_c, gradient), fast
+def kept_square(structure: str, d: int) -> Ways:
+    """C Cᵀ and K Kᵀ are the same until the next update of the factors: half the products."""
+    s, gradient = bind(parse(structure), d), torch.randn(d, d)
+    entries = _near_identity(s)
+    square = s.square
+    assert square is not None
+    in_turn, kept = Product(InTurn(s), entries), Product(square, square.of(entries))
+    return lambda: natural_gradient(in_turn, in_turn, gradient), lambda: natural_gradient(
+        kept, kept, gradient
+    )
 
 
-def fused_step(d: int) -> Ways:
-    """Weight decay, momentum and step in one pass over the weights."""
-    gradient = torch.randn(d, d)
+def row_chunks(d: int) -> Ways:
+    """Rows of a large weight on their way through all operations: large temporaries are page faults."""
+    gradient, ones = torch.randn(d, d), Scales(1 + torch.rand(d, 1), 1 + torch.rand(d), None)
     weights, momenta = ([torch.ones(d, d) for _ in range(2)] for _ in range(2))
-    lr, decay, momentum = 1e-3, 1e-2, 0.9
+    length, decay, rate = 1e-3, 1e-2, 0.9
 
     def plain() -> Tensor:
-        update = gradient + decay * weights[0]
-        momenta[0].mul_(momentum).add_(update)
-        return weights[0].sub_(momenta[0], alpha=lr)
+        new = torch.mul(gradient, ones.rows).mul_(ones.columns).add_(momenta[0], alpha=rate)
+        torch.dot(new.view(-1), new.view(-1))
+        momenta[0] = new
+        fused_descent(weights[0], new, length, decay)
+        return weights[0]
 
     def fast() -> Tensor:
-        torch._fused_sgd_(
-            [weights[1]],
-            [gradient],
-            [momenta[1]],
-            weight_decay=decay,
-            momentum=momentum,
-            lr=lr,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )
+        whole = RowSteps([weights[1], gradient, momenta[1]], ones, rate)
+        whole.sum_of_squares()
+        whole.descend(length, decay)
         return weights[1]
 
     return plain, fast
 
 
-def cached_square(d: int) -> Ways:
-    """C Cᵀ and K Kᵀ are the same until the next update of the factors."""
-    gradient = torch.randn(d, d)
-    k, c = (torch.eye(d) + 0.01 * torch.randn(d, d) for _ in range(2))
-    of_k, of_c = Factor(Dense(d), k.flatten()), Factor(Dense(d), c.flatten())
-    square_k, square_c = k @ k.mT, c @ c.mT
-    return lambda: natural_gradient(of_k, of_c, gradient), lambda: square_c @ gradient @ square_k
+def fused_step(d: int) -> Ways:
+    """Weight decay and step in one pass over the weights."""
+    momentum = torch.randn(d, d)
+    weights = [torch.ones(d, d) for _ in range(2)]
+    length, decay = 1e-3, 1e-2
+
+    def fast() -> Tensor:
+        fused_descent(weights[1], momentum, length, decay)
+        return weights[1]
+
+    return lambda: weights[0].mul_(1 - decay).sub_(momentum, alpha=length), fast
 
 
 # --- Factors ----------------------------------------------------------------------------------------------
@@ -147,33 +172,51 @@ def batched_layers(structure: str, layers: int, d: int) -> Ways:
 
 
 def _paths() -> Iterator[FastPath]:
+    for structure in ("dense", "block_diagonal(30)", "hierarchical(15,15)"):
+        yield FastPath(
+            f"statistics by the Gram matrix first, {structure}",
+            "rows times K first",
+            partial(gram_first, structure),
+            [{"rows": 1024, "d": 257}, {"rows": 8192, "d": 145}],
+        )
+    for structure in ("dense", "block_diagonal(30)", "hierarchical(15,15)", "diagonal"):
+        yield FastPath(
+            f"a bias beside the inputs, {structure}",
+            "a copy of all inputs",
+            partial(bias_beside, structure),
+            [{"rows": 1024, "d": 256}, {"rows": 128, "d": 784}],
+        )
     yield FastPath(
-        "column sums of squares by a product with ones",
-        "squares summed along the columns",
-        column_sums,
-        [{"rows": 128, "d": 785}, {"rows": 1024, "d": 257}, {"rows": 8192, "d": 145}],
+        "symmetric products by halves",
+        "as any product",
+        symmetric_halves,
+        [{"rows": 512, "d": 512}, {"rows": 785, "d": 785}, {"rows": 1024, "d": 1025}],
     )
+    for structure in ("dense", "diagonal"):
+        yield FastPath(
+            f"inputs of q, k and v, {structure}",
+            "three times",
+            partial(shared_gram, structure),
+            [{"rows": 1024, "d": 257}],
+        )
+    for approx, name in (("expand", "squares"), ("reduce", "means")):
+        yield FastPath(
+            f"{name} of a convolution's inputs",
+            "of its unfolded inputs",
+            partial(convolution, approx),
+            [{"channels": 16, "size": 16}, {"channels": 128, "size": 4}],
+        )
+    for structure in ("dense", "block_diagonal(30)", "hierarchical(15,15)"):
+        yield FastPath(
+            f"K Kᵀ and C Cᵀ kept between updates, {structure}",
+            "four products a step",
+            partial(kept_square, structure),
+            [{"d": 256}, {"d": 512}],
+        )
     yield FastPath(
-        "dense statistics, Gram matrix first",
-        "rows times K first",
-        gram_first,
-        [{"rows": 1024, "d": 257}, {"rows": 8192, "d": 145}, {"rows": 2048, "d": 1025}],
+        "weight decay and step fused", "one after the other", fused_step, [{"d": 256}, {"d": 1024}]
     )
-    yield FastPath(
-        "diagonal factors on chunks of rows of the gradient",
-        "on all rows at once",
-        row_chunks,
-        [{"d": 512, "chunk": 128}, {"d": 4080, "chunk": 128}],
-    )
-    yield FastPath(
-        "weight decay, momentum and step fused", "one after the other", fused_step, [{"d": 256}, {"d": 1024}]
-    )
-    yield FastPath(
-        "dense K Kᵀ and C Cᵀ kept between updates",
-        "four products a step",
-        cached_square,
-        [{"d": 256}, {"d": 512}],
-    )
+    yield FastPath("large weights in parts of rows", "all rows at once", row_chunks, [{"d": 4096}])
     yield FastPath(
         "FFTs of smooth length",
         "of length 2 d - 1",

@@ -60,10 +60,15 @@ def works(structure: str, d: int, rows: int = ROWS) -> dict[str, Work]:
 
     found: dict[str, Work] = {
         "gradient": plain_step(structure, d),
-        "statistics": lambda: curvature(factor, batch.mT),
+        "statistics": lambda: _statistics(factor, batch.mT),
         "factors": update_both,
     }
     return {kind: found[kind] for kind in KINDS}
+
+
+def _statistics(factor: Factor, x: Tensor) -> Tensor:
+    s, entries = factor
+    return s.sandwich(entries, s.gram(x)) if s.gram_first(x.shape[-1]) else curvature(factor, x)
 
 
 def _noisy(entries: Tensor) -> Tensor:

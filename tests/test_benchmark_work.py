@@ -8,7 +8,7 @@ from benchmarks.side_by_side import TOLERANCE, FastPath, measure
 
 # --- Fast paths -------------------------------------------------------------------------------------------
 
-SMALL = {"rows": 8, "d": 6, "chunk": 4, "columns": 3, "layers": 2}
+SMALL = {"rows": 80, "d": 6, "columns": 3, "layers": 2, "channels": 3, "size": 5}
 
 
 @pytest.mark.parametrize("path", fast_paths.PATHS, ids=lambda path: path.name)

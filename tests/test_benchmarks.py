@@ -204,7 +204,7 @@ def test_measures_stores_and_renders_again(tiny, tmp_path, capsys, monkeypatch):
             assert f"| {title}" in text
             assert title in results.memory[model]
     assert results.scaling.dims == [32, 64]
-    assert len(results.fast_paths) == 3
+    assert len(results.fast_paths) == 2
 
     rendered = page.read_text()
     assert rendered.startswith(f"before\n{report.BEGIN}")

@@ -1,6 +1,7 @@
 """Every short cut leads where the long way leads: the same training with and without it."""
 
 import copy
+import warnings
 from contextlib import ExitStack, nullcontext
 from unittest.mock import patch
 
@@ -11,9 +12,10 @@ from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_atte
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ingot
+from ingot import compiled, rows, scalars, statistics, stepping
 from ingot import optimizer as optimizer_module
-from ingot import scalars, statistics, stepping
-from ingot.structures import BlockDiagonal, Dense, Diagonal, registered
+from ingot.health import HealthWarning
+from ingot.structures import BlockDiagonal, Dense, Diagonal, dense, registered
 
 OPTIMIZERS = [ingot.SINGD, ingot.INGD, ingot.IKFAC, ingot.KFAC]
 STRUCTURES = sorted(set(registered()) - {"upper", "lower"})
@@ -405,3 +407,98 @@ def test_a_natural_gradient_that_overflows_counts_as_zero():
     assert all(p.isfinite().all() for p in model.parameters())
     torch.testing.assert_close(optimizer.state[model.weight]["momentum_buffer"], 0.9 * before)
     assert optimizer.state[model.weight]["dropped"].item() == 1
+
+
+# --- Weights in one go, or in parts -----------------------------------------------------------------------
+
+
+def faulty_training(**settings) -> list[torch.Tensor]:
+    """Past the first steps, with bad and with far too large gradients among the good ones."""
+    model = network()
+    optimizer = ingot.SINGD(model, structure="diagonal", lr=0.01, precond_every=3, **settings)
+    train(model, optimizer, 11)
+    for name, factor in (("", 1.0), ("6.weight", torch.nan), ("", 1.0), ("11.weight", 1e6), ("", 1.0)):
+        optimizer.zero_grad()
+        images = torch.randn(6, 2, 8, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        cross_entropy(model(images), torch.arange(6) % 5).backward()
+        if name:
+            model.get_parameter(name).grad.mul_(factor)
+        with warnings.catch_warnings(action="ignore", category=HealthWarning):
+            optimizer.step()
+    found = [state[k] for state in optimizer.state.values() for k in ("size", "dropped") if k in state]
+    assert sum(state["dropped"] for state in optimizer.state.values() if "dropped" in state) == 2
+    momenta = [state["momentum_buffer"] for state in optimizer.state.values() if "momentum_buffer" in state]
+    return [*(p.detach().clone() for p in model.parameters()), *momenta, *found]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_relative_step": None}, {"weight_decay": 0.0}], ids=str)
+def test_large_weights_in_parts(settings):
+    expected = faulty_training(**settings)
+    descend, calls = rows.RowSteps.descend, []
+
+    def watched(self, *args, **kwargs):
+        calls.append(len(self._all[0]))
+        return descend(self, *args, **kwargs)
+
+    with (
+        patch.object(rows, "LARGE", 20),
+        patch.object(rows, "CHUNK", 30),
+        patch.object(rows.RowSteps, "descend", watched),
+    ):
+        assert_same(faulty_training(**settings), expected)
+    assert len(calls) > 20
+
+
+def test_steps_in_parts_allocate_nothing_of_the_size_of_the_weight():
+    layer = nn.Linear(64, 48)
+    optimizer = ingot.SINGD(layer, structure="diagonal", precond_every=20, precond_warmup=0)
+    for _ in range(12):
+        layer(torch.randn(4, 64)).square().sum().backward()
+        with patch.object(rows, "LARGE", 100), patch.object(rows, "CHUNK", 128), Largest() as watch:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert 128 <= watch.numel < 64 * 48 / 4
+
+
+class Largest(TorchDispatchMode):
+    """Watches how large what is allocated becomes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        if isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() not in given:
+            self.numel = max(self.numel, found.untyped_storage().nbytes() // found.itemsize)
+        return found
+
+
+COMPILED = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+
+@COMPILED
+def test_compiled_steps():
+    """But for the length of a step without its gradient, which is that of the usual momentum."""
+    with patch.object(stepping, "take_steps", wraps=compiled.take_steps) as taken:
+        found = faulty_training(compile=True)
+    assert taken.call_count == 5
+    torch.testing.assert_close(found, faulty_training(), rtol=1e-3, atol=1e-4)
+
+
+@COMPILED
+def test_compiled_steps_are_those_of_the_operations_one_by_one():
+    kind, settings = (ingot.SINGD, "diagonal"), {"precond_warmup": 0}
+    with patch.object(stepping.stability, "SETTLED_STEPS", 2):
+        assert_same(trained(kind, compile=True, **settings), trained(kind, **settings))
+
+
+@pytest.mark.parametrize(("rows_of", "columns_of"), [(513, 513), (700, 300), (512, 100), (20, 900)])
+def test_symmetric_products_by_halves(rows_of, columns_of):
+    x = torch.randn(rows_of, columns_of, dtype=torch.float64)
+    s = torch.randn(columns_of, columns_of, dtype=torch.float64)
+    for a, b in ((x, x), (x.mT.contiguous().mT, x), (x, x @ (s + s.mT))):
+        torch.testing.assert_close(dense.symmetric_product(a, b), a @ b.mT)
+    s, entries = Dense(rows_of), torch.randn(rows_of**2, dtype=torch.float64)
+    torch.testing.assert_close(
+        s.add_self_gram(entries, entries, 0.3, 0.7), 0.3 * entries + 0.7 * s.self_gram(entries)
+    )

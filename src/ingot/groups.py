@@ -179,6 +179,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "decoupled_weight_decay": (_flag, "True or False"),
     "maximize": (_flag, "True or False"),
     "stochastic_rounding": (_flag, "True or False"),
+    "compile": (_flag, "True or False"),
     "precondition": (_flag, "True, or False for AdamW"),
     "betas": (
         _optional(

@@ -11,7 +11,7 @@ from ingot import adamw as adamw_steps
 from ingot import rules
 from ingot.groups import Group
 from ingot.model import Layer
-from ingot.precision import keeping
+from ingot.precision import computing, keeping
 from ingot.rules import Pair, Product
 from ingot.scalars import Number, number
 from ingot.structures.diagonal import Squares
@@ -69,6 +69,23 @@ class Part(NamedTuple):
             self.state["momentum_buffer"] = torch.zeros_like(self.p, dtype=keeping(self.p.dtype))
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The parameter, its gradient and momentum, where it has all of them."""
+        assert self.p.grad is not None
+        return self.p.detach(), self.p.grad, self.state["momentum_buffer"]
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether its step is that of the default settings, and all its tensors have the same dtype."""
+        group, momentum = self.group, self.state.get("momentum_buffer")
+        if momentum is None or self.p.grad is None or isinstance(group["momentum"], Tensor):
+            return False
+        if group["maximize"] or not (group["normalize_step"] and group["decoupled_weight_decay"]):
+            return False
+        dtypes = {self.p.dtype, self.p.grad.dtype, momentum.dtype}
+        return len(dtypes) == 1 and self.p.dtype == computing(self.p.dtype) and bool(group["momentum"])
+
+    @property
     def lr(self) -> Number:
         """Its learning rate."""
         return number(self.group["lr"])
@@ -106,19 +123,41 @@ def natural_gradient(layer: Layer, kept: Kept, gradients: list[Tensor]) -> list[
     dtype, adapter = kept.k.entries.dtype, layer.adapter
     weight, *bias = (g if g.dtype == dtype else g.to(dtype) for g in gradients)
     matrix = adapter.weight_matrix(layer.module, weight)
-    if kept.scales is not None:
-        rows, columns, of_bias = kept.scales
-        natural = torch.mul(matrix, rows).mul_(columns)
-        last = [g * of_bias for g in bias if of_bias is not None]
-    elif bias:
-        both = _beside(matrix, bias[0].view(*matrix.shape[:-1], 1))
-        natural, beside = rules.natural_gradient(kept.k, kept.c, both).split((matrix.shape[-1], 1), dim=-1)
-        last = [beside.reshape(bias[0].shape)]
-    else:
-        natural, last = rules.natural_gradient(kept.k, kept.c, matrix), []
-        if natural.data_ptr() == weight.data_ptr():  # a structure of one's own may leave things as they are
-            natural = natural.clone()
+    natural, *last = natural_matrix(kept.k, kept.c, kept.scales, (matrix, *bias))
+    if natural.data_ptr() == weight.data_ptr():  # a structure of one's own may leave things as they are
+        natural = natural.clone()
     return [adapter.matrix_weight(layer.module, natural, layer.weight), *last]
+
+
+def natural_matrix(
+    k: Product, c: Product, both_diagonal: Scales | None, gradients: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """C Cᵀ ∇W K Kᵀ of a matrix, and of the bias beside it if there is one."""
+    matrix, *bias = gradients
+    if both_diagonal is not None:
+        rows, columns, of_bias = both_diagonal
+        return [torch.mul(matrix, rows).mul_(columns), *(g * of_bias for g in bias if of_bias is not None)]
+    if not bias:
+        return [rules.natural_gradient(k, c, matrix)]
+    both = _beside(matrix, bias[0].view(*matrix.shape[:-1], 1))
+    natural, beside = rules.natural_gradient(k, c, both).split((matrix.shape[-1], 1), dim=-1)
+    return [natural, beside.reshape(bias[0].shape)]
+
+
+def fused_descent(weight: Tensor, momentum: Tensor, length: float, decay: float) -> None:
+    """W - length (m + decay / length W) in one pass: torch's SGD without momentum."""
+    torch._fused_sgd_(
+        [weight],
+        [momentum],
+        [],
+        weight_decay=decay / length,
+        momentum=0.0,
+        lr=length,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    )
 
 
 def _beside(matrix: Tensor, column: Tensor) -> Tensor:

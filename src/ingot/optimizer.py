@@ -86,6 +86,8 @@ class NaturalGradient(SteppingOptimizer):
         maximize: Whether to climb instead of to descend.
         stochastic_rounding: Whether bfloat16 parameters are rounded up or down at random, so that changes
             that are too small for one rounding are not lost. Other dtypes are rounded as always.
+        compile: Whether the weights of layers with diagonal factors are moved by one function that
+            ``torch.compile`` makes, which takes some time in the beginning.
         adamw: Settings of the AdamW groups where they differ: ``lr``, ``betas``, ``eps``, ``weight_decay``.
         fisher: Where the curvature comes from: ``"empirical"`` takes it from the loss's own backward pass,
             ``"separate"`` only from what is given to ``curvature_backward`` or done inside ``curvature``.
@@ -123,6 +125,7 @@ class NaturalGradient(SteppingOptimizer):
         maximize: bool = False,
         stochastic_rounding: bool = False,
         adamw: Mapping[str, Any] | None = None,
+        compile: bool = False,
         fisher: str = "empirical",
     ) -> None:
         # Every keyword but adamw is the default of a group's setting of the same name.
@@ -292,7 +295,6 @@ class NaturalGradient(SteppingOptimizer):
         return loss
 
     def _step_all(self, scale: Tensor | None) -> None:
-        done: set[Tensor] = set()
         # A layer that was never captured (its module's forward was bypassed) has no factors: AdamW's.
         layers = [
             layer
@@ -300,9 +302,9 @@ class NaturalGradient(SteppingOptimizer):
             if layer.weight.grad is not None and self.rule.names[0] in self.state.get(layer.weight, {})
         ]
         self._update_factors(layers, scale)
-        for several in _buckets(layers):
+        done = {p for layer in layers for p in layer.parameters}
+        for several in _buckets(self._step_large(self._step_compiled(layers))):
             self._step_layers(several)
-            done.update(p for layer in several for p in layer.parameters)
         for layer in self._layers.values():
             layer.pending = None
         for group in self.param_groups:

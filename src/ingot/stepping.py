@@ -8,14 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from ingot import adamw as adamw_steps
-from ingot import stability
+from ingot import rows, stability
 from ingot.collecting import CollectingOptimizer
+from ingot.compiled import take_steps
 from ingot.groups import Group
 from ingot.model import Layer, named_parameters
-from ingot.natural import Kept, Part, natural_gradient, scales
+from ingot.natural import Kept, Part, Scales, fused_descent, natural_gradient, scales
 from ingot.precision import computable, computing, put
 from ingot.rules import Product
-from ingot.scalars import Flag, Number, is_finite, no, number, root_mean_square, root_mean_squares, where
+from ingot.scalars import (
+    Flag,
+    Number,
+    is_at_hand,
+    is_finite,
+    no,
+    number,
+    root_mean_square,
+    root_mean_squares,
+    where,
+)
 from ingot.structures import Square
 
 GAIN_EVERY = 10
@@ -25,12 +36,79 @@ GAIN_EVERY = 10
 class SteppingOptimizer(CollectingOptimizer):
     """What moves the parameters, once the factors are up to date."""
 
+    def _parts(self, layer: Layer) -> list[Part]:
+        return [Part(p, self.state[p], self._group(p)) for p in layer.parameters if p.grad is not None]
+
+    def _step_compiled(self, layers: list[Layer]) -> list[Layer]:
+        """Take the steps of all layers that can be part of compiled code, and return the others."""
+        found, others = [], []
+        for layer in layers:
+            parts = self._parts(layer) if self._group(layer.weight)["compile"] else []
+            scales = self._simple_scales(layer, parts) if parts else None
+            if scales is None:
+                others.append(layer)
+            else:
+                found.append((layer, parts, scales))
+        sizes = take_steps(found) if found else []
+        for (layer, *_), (size, trusted) in zip(found, sizes, strict=True):
+            state = self.state[layer.weight]
+            state["size"].copy_(size)
+            state["dropped"] = state["dropped"] + ~trusted
+            state["steps"] += 1
+        return others
+
+    def _step_large(self, layers: list[Layer]) -> list[Layer]:
+        """Take the steps of all layers that are better moved in parts, and return the others."""
+        others = []
+        for layer in layers:
+            parts = self._parts(layer) if layer.weight.numel() > rows.LARGE else []
+            scales = self._simple_scales(layer, parts) if parts and is_at_hand(layer.weight) else None
+            if scales is not None:
+                matrices = [layer.adapter.weight_matrix(layer.module, t) for t in parts[0].tensors]
+                if all(matrix.is_contiguous() for matrix in matrices):
+                    whole = rows.RowSteps(matrices, scales, float(parts[0].group["momentum"]))
+                    self._step_in_rows(layer, parts, whole, scales.bias)
+                    continue
+            others.append(layer)
+        return others
+
+    def _step_in_rows(
+        self, layer: Layer, parts: list[Part], whole: rows.RowSteps, of_bias: Tensor | None
+    ) -> None:
+        weight, *bias = parts
+        beside = [part.with_momentum(part.tensors[1] * of_bias) for part in bias if of_bias is not None]
+        count = sum(part.p.numel() for part in parts)
+        total = whole.sum_of_squares() + sum(float(m.square().sum()) for m in beside)
+        trusted = self._trusted(layer, weight.group, (total / count) ** 0.5) is True
+        if not trusted:
+            beside = [part.with_momentum(torch.zeros_like(m)) for part, m in zip(bias, beside, strict=True)]
+            total = whole.sum_of_squares(with_gradient=False) + sum(float(m.square().sum()) for m in beside)
+        length, *lengths = self._lengths(layer, parts, (total / count) ** 0.5)
+        decay = weight.lr * weight.group["weight_decay"]
+        whole.descend(float(length), float(decay), with_gradient=trusted)
+        steps = self.state[layer.weight]["steps"]
+        for part, momentum, its_length in zip(bias, beside, lengths, strict=True):
+            self._descend(part, part.keep(momentum), its_length, steps)
+        self.state[layer.weight]["steps"] = steps + 1
+
+    def _simple_scales(self, layer: Layer, parts: list[Part]) -> Scales | None:
+        """What a gradient is multiplied with, if nothing else is done to it than usual; otherwise None."""
+        steps = self.state[layer.weight]["steps"]
+        if steps < stability.SETTLED_STEPS or len(parts) < len(layer.parameters):
+            return None
+        if layer.pending is not None and self.state[layer.weight]["updates"] % GAIN_EVERY == 1:
+            return None  # natural gradients are looked at
+        if not all(part.is_simple for part in parts):
+            return None
+        same = parts[0].group["momentum"] == parts[-1].group["momentum"]
+        in_place = all(
+            layer.adapter.weight_matrix(layer.module, t).data_ptr() == t.data_ptr() for t in parts[0].tensors
+        )
+        return self._kept(layer, parts[0].group).scales if same and in_place else None
+
     def _step_layers(self, layers: list[Layer]) -> None:
         """Take the steps of some layers on one device: all momenta first, so that sizes are read at once."""
-        parts = [
-            [Part(p, self.state[p], self._group(p)) for p in layer.parameters if p.grad is not None]
-            for layer in layers
-        ]
+        parts = [self._parts(layer) for layer in layers]
         momenta = [self._momenta(layer, its_parts) for layer, its_parts in zip(layers, parts, strict=True)]
         sizes = root_mean_squares(momenta)
         for layer, its_parts, its_momenta, size in zip(layers, parts, momenta, sizes, strict=True):
@@ -148,7 +226,7 @@ class SteppingOptimizer(CollectingOptimizer):
         if isinstance(length, Tensor) or isinstance(decay, Tensor):
             value.mul_(1 - decay).addcmul_(momentum, torch.as_tensor(length).to(value), value=-1)
         elif decay and length and value.is_contiguous() and momentum.is_contiguous():
-            _fused_descent(value, momentum, length, decay)
+            fused_descent(value, momentum, length, decay)
         else:
             value.mul_(1 - decay).sub_(momentum, alpha=length)
         if value is not p:
@@ -179,22 +257,6 @@ class SteppingOptimizer(CollectingOptimizer):
             for name, p in named_parameters(self._watch.model).items():
                 if p in bad:
                     self._reporter.note("gradient", name)
-
-
-def _fused_descent(weight: Tensor, momentum: Tensor, length: float, decay: float) -> None:
-    """W - length (m + decay / length W) in one pass: torch's SGD without momentum."""
-    torch._fused_sgd_(
-        [weight],
-        [momentum],
-        [],
-        weight_decay=decay / length,
-        momentum=0.0,
-        lr=length,
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        is_first_step=False,
-    )
 
 
 def _note(state: dict[str, Any], key: str, value: Number) -> None:

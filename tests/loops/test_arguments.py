@@ -51,6 +51,7 @@ BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
     "decoupled_weight_decay": ("True or False", TRUTH),
     "maximize": ("True or False", TRUTH),
     "stochastic_rounding": ("True or False", TRUTH),
+    "compile": ("True or False", TRUTH),
     "precondition": ("True, or False for AdamW", TRUTH),
     "betas": ("a pair of numbers from 0 to below 1", ((0.9,), (0.9, 1.0), (NAN, 0.9), 0.9, "ab")),
     "eps": (AT_LEAST_0, (-1e-8, NAN, None)),

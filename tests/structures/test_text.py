@@ -87,7 +87,9 @@ def test_a_combination_needs_to_know_where_to_split():
 
 def test_classes_and_functions_are_structures_too():
     assert bind(resolve(Diagonal), 4) == Diagonal(4)
-    assert bind(resolve(lambda dim: Hierarchical(1, Diagonal(dim - 1), 0)), 4) == bind(parse("rank_triu(1)"), 4)
+    assert bind(resolve(lambda dim: Hierarchical(1, Diagonal(dim - 1), 0)), 4) == bind(
+        parse("rank_triu(1)"), 4
+    )
     with pytest.raises(TypeError, match="a structure is text"):
         resolve(3)
     with pytest.raises(ValueError, match="was asked for dimension 4"):

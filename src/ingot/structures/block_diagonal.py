@@ -173,16 +173,8 @@ class _BlockSquares(Square):
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
         s = self.structure
         block, rows, lead = s.block, s._full * s.block, entries.shape[:-1]
-        # The batched product is slow to write columns. Where out is laid out by these, blocks are multiplied
-        # one by one from the other side; small ones together, and turned after it.
-        turn = out.stride(-1) != 1 and out.stride(-2) == 1
-        if turn and not lead and block >= 16:
-            parts = zip(s._blocks(entries)[0].unbind(), x.split(block), out.split(block), strict=False)
-            for square, part, into in parts:
-                torch.mm(part.mT, square, out=into.mT)
-            if s._tail:
-                torch.mm(x[rows:].mT, s._blocks(entries)[1], out=out[rows:].mT)
-            return out
+        # The batched product is slow to write columns: where out is laid out by these, it is turned after it.
+        turn = out.stride(-1) != 1 and out.mT.is_contiguous()
         result = out.new_empty(out.shape) if turn else out
         if lead:
             for p, q, r in zip(s._blocks(entries), s._rows(x), s._rows(result), strict=True):

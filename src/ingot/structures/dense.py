@@ -40,7 +40,7 @@ class Dense(Structure):
         return self._matrix(a).mT @ x
 
     def gram(self, x: Tensor) -> Tensor:
-        return (x @ x.mT).flatten(-2)
+        return symmetric_product(x, x).flatten(-2)
 
     def self_gram(self, a: Tensor) -> Tensor:
         return self.gram(self._matrix(a).mT)
@@ -49,6 +49,8 @@ class Dense(Structure):
         return add_product(self._matrix(c), self._matrix(a), self._matrix(b), 1.0, alpha).flatten(-2)
 
     def add_self_gram(self, c: Tensor, a: Tensor, beta: float, alpha: float) -> Tensor:
+        if _halves(self._matrix(a), self.dim):
+            return super().add_self_gram(c, a, beta, alpha)
         a = self._matrix(a)
         return add_product(self._matrix(c), a.mT, a, beta, alpha).flatten(-2)
 
@@ -70,7 +72,7 @@ class Dense(Structure):
         if constant is None:
             return self.gram(x)
         matrix = x.new_empty(*x.shape[:-2], self.dim, self.dim)
-        matrix[..., :-1, :-1] = x @ x.mT
+        matrix[..., :-1, :-1] = symmetric_product(x, x)
         matrix[..., :-1, -1] = matrix[..., -1, :-1] = constant * x.sum(-1)
         matrix[..., -1, -1] = x.shape[-1] * constant**2
         return matrix.flatten(-2)
@@ -90,11 +92,39 @@ class Dense(Structure):
 
     def sandwich(self, a: Tensor, gram: Tensor) -> Tensor:
         a = self._matrix(a)
-        return (a.mT @ self._matrix(gram) @ a).flatten(-2)
+        return symmetric_product(a.mT, a.mT @ self._matrix(gram)).flatten(-2)
 
     @property
     def square(self) -> Square:
         return DenseSquare(self)
+
+
+HALVES = 256
+"""Symmetric products of matrices of twice as many rows, and as many columns, are taken by halves."""
+
+
+def symmetric_product(x: Tensor, y: Tensor) -> Tensor:
+    """X Yᵀ where that is symmetric: large ones without a part of what is below the diagonal."""
+    if not _halves(x, x.shape[-2]):
+        return x @ y.mT
+    out = x.new_empty(len(x), len(x))
+    _fill(out, x, y)
+    return out
+
+
+def _halves(x: Tensor, dim: int) -> bool:
+    return x.is_cpu and x.ndim == 2 and dim >= 2 * HALVES and x.shape[-1] >= HALVES
+
+
+def _fill(out: Tensor, x: Tensor, y: Tensor) -> None:
+    half = len(x) // 2
+    if half < HALVES // 2:
+        torch.mm(x, y.mT, out=out)
+        return
+    _fill(out[:half, :half], x[:half], y[:half])
+    torch.mm(x[:half], y[half:].mT, out=out[:half, half:])
+    out[half:, :half] = out[:half, half:].mT
+    _fill(out[half:, half:], x[half:], y[half:])
 
 
 def add_product(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
@@ -124,7 +154,7 @@ class DenseSquare(Square):
 
     def of(self, a: Tensor) -> Tensor:
         a = self.structure.dense(a)
-        return (a @ a.mT).flatten(-2)
+        return symmetric_product(a, a).flatten(-2)
 
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
         return torch.matmul(entries.unflatten(-1, (self.structure.dim, -1)), x, out=out)
