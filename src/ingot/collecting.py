@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,6 @@ from ingot.capture import Tap
 from ingot.groups import Group
 from ingot.model import Layer
 from ingot.model_optimizer import ModelOptimizer
-from ingot.precision import without_autocast
 from ingot.rules import Factor, Rule
 from ingot.statistics import Pending, Use, sums_of_use
 
@@ -50,7 +49,9 @@ class CollectingOptimizer(ModelOptimizer):
         constant = None
         if layer.bias is not None:  # which a tied module need not have
             constant = float(not tap.flipped and tap.adapter.bias(tap.module) is layer.bias)
-        with without_autocast((x.device.type,)):
+        device = x.device.type
+        off = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        with off:
             x = x.to(k.entries) if x.is_floating_point() else x.to(k.entries.device)
             g = g.to(c.entries)
             use = Use(

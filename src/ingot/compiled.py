@@ -98,7 +98,7 @@ def _step(fixed: Fixed, moving: Moving) -> tuple[Tensor, Tensor]:
     size, usual = _root_mean_square(new), moving.usual
     trusted: Any = stability.is_usual(size, usual, stability.SETTLED_STEPS)
     new = [torch.where(trusted, m, o) for m, o in zip(new, old, strict=True)]
-    size_taken = torch.where(trusted, size, usual)  # which is near that of the old momentum
+    size_taken = torch.where(trusted, size, fixed.momentum * _root_mean_square(list(moving.momenta)))
     d_i = matrix.shape[-1] + len(bias)
     is_bounded = any(bound is not None for bound in fixed.bounds)
     weight_size = _root_mean_square([moving.weights[0]]) if is_bounded else 0.0

@@ -158,9 +158,10 @@ def _added(a: Statistics, b: Statistics) -> Statistics:
 
 def sums_of_use(rule: Rule, factors: tuple[Factor, Factor], use: Use, approx: str, grams: Grams) -> Sums:
     """The statistics of one use, not yet divided by anything."""
-    all_matrices = factors[0].entries.shape[:-1]
+    all_matrices, (of_k, of_c) = factors[0].entries.shape[:-1], factors
     used = slice(use.start, use.start + use.gradients.shape[0]) if all_matrices else slice(None)
-    of_k, of_c = (Factor(s, entries[used]) for s, entries in factors)
+    if all_matrices:
+        of_k, of_c = (Factor(s, entries[used]) for s, entries in factors)
     of_inputs, of_gradients = (of_c, of_k) if use.flipped else (of_k, of_c)
     of_bias = (None, use.constant) if use.flipped else (use.constant, None)
     count = use.batch * use.places if approx == "expand" else use.batch
@@ -196,7 +197,15 @@ def _side(rule: Rule, factor: Factor, x: Tensor, constant: float | None) -> Side
     if rule.takes_gram(structure, x.shape[-1]):
         return _of_gram(rule, factor, structure.gram_beside(x, constant), x.shape[-1])
     x = x if constant is None else beside(x, constant)
-    return Side(rule.statistic(factor, x), x.square().sum((-2, -1)).unsqueeze(-1), x.shape[-1])
+    return Side(rule.statistic(factor, x), _sum_of_squares(x), x.shape[-1])
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    """Of each matrix, ``[..., 1]``."""
+    rows = x if x.is_contiguous() else x.mT
+    if x.ndim > 2 or not rows.is_contiguous():
+        return x.square().sum((-2, -1)).unsqueeze(-1)
+    return torch.dot(rows.reshape(-1), rows.reshape(-1)).view(1)
 
 
 def _of_gram(rule: Rule, factor: Factor, gram: Tensor, rows: int) -> Side:
