@@ -33,7 +33,6 @@ class Tap:
         self.adapter, self.module, self.flipped = adapter, module, flipped
         self.active = False
         self._sink = sink
-        self._node: Any = None  # the weight's, in graphs
         self._key = next(_KEYS)
         _TAPS[self._key] = self
 
@@ -55,32 +54,25 @@ class Tap:
     def receive(self, x: Tensor, g: Tensor, start: int, outer_pass: int = -1) -> None:
         """Pass on what came together, if it did so in a backward pass for the weight's gradient."""
         sink, weight = self._sink(), self.adapter.weight(self.module)
-        if sink is None or weight is None or not self._is_wanted(weight):
+        if sink is None or weight is None or not _is_wanted(weight):
             return
         sink(self, x, g, start, torch._C._current_graph_task_id() if outer_pass < 0 else outer_pass)
 
-    def _is_wanted(self, weight: Tensor) -> bool:
-        """Whether the running backward pass computes this parameter's gradient."""
-        if not weight.requires_grad:
-            return False
-        try:
-            # To find a parameter's node takes time. The last one that was found may be another tensor's, or that
-            # of the same one in another dtype; neither is part of this pass.
-            if self._node is not None and torch._C._will_engine_execute_node(self._node):
-                return True
-            self._node = _node(weight)
-            return torch._C._will_engine_execute_node(self._node)
-        except RuntimeError:
-            # torch declines to answer for a parameter that torch.autograd.grad was asked about: it is wanted.
-            return True
 
-
-def _node(weight: Tensor) -> Any:
-    """Where in the graph the gradient of a parameter is accumulated."""
-    # Inside of an operator autograd is switched off, and the node could not be found.
+def _is_wanted(weight: Tensor) -> bool:
+    """Whether the running backward pass computes this parameter's gradient."""
+    if not weight.requires_grad:
+        return False
+    # Inside of an operator autograd is switched off, and a parameter's node in the graph cannot be found.
+    # It is looked up each time: who holds on to a node keeps the shape that the parameter had.
     autograd = torch._C.DispatchKey.AutogradFunctionality
-    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(autograd, False):
-        return get_gradient_edge(weight).node
+    try:
+        with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(autograd, False):
+            node = get_gradient_edge(weight).node
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # torch declines to answer for a parameter that torch.autograd.grad was asked about: it is wanted.
+        return True
 
 
 # --- The probe: an identity whose backward meets the gradient of the output beside the input -------------

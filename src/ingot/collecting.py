@@ -16,6 +16,7 @@ from ingot.capture import Tap
 from ingot.groups import Group
 from ingot.model import Layer
 from ingot.model_optimizer import ModelOptimizer
+from ingot.precision import autocast_is_on
 from ingot.rules import Factor, Rule
 from ingot.statistics import Pending, Use, sums_of_use
 
@@ -50,7 +51,7 @@ class CollectingOptimizer(ModelOptimizer):
         if layer.bias is not None:  # which a tied module need not have
             constant = float(not tap.flipped and tap.adapter.bias(tap.module) is layer.bias)
         device = x.device.type
-        off = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        off = torch.autocast(device, enabled=False) if autocast_is_on(device) else nullcontext()
         with off:
             x = x.to(k.entries) if x.is_floating_point() else x.to(k.entries.device)
             g = g.to(c.entries)

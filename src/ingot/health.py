@@ -36,7 +36,7 @@ class Diagnostics:
       above where this is small enough.
     - ``trace_K``, ``trace_C``: mean of the diagonal of K and C, or of KFAC's inverses.
     - ``condition_K``, ``condition_C``: estimate of their condition, from below; exact for small ones.
-    - ``gain``: size of the natural gradient in units of the plain one, at the last factor update.
+    - ``gain``: size of the natural gradient in units of the plain one, at one of the last ten updates.
     - ``skipped``: how many factor updates were refused because of their statistics.
     - ``dropped``: how many gradients were refused.
 

@@ -40,11 +40,16 @@ def put(target: Tensor, value: Tensor, generator: torch.Generator | None = None)
     target.copy_(value)
 
 
+def autocast_is_on(device: str) -> bool:
+    """Whether products on a kind of device are taken in other dtypes than those of their factors."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 @contextmanager
 def without_autocast(devices: Iterable[str]) -> Iterator[None]:
     """Products are taken in the dtypes of their factors here, even if the caller wants others."""
     with ExitStack() as stack:
         for device in devices:
-            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            if autocast_is_on(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield

@@ -133,7 +133,7 @@ class Hierarchical(Structure):
         return (half + (half.square() - of_t * of_m).clamp_min(0).sqrt()).sqrt()
 
     def flops(self, columns: int) -> int:
-        return 2 * sum(self._sizes[:4]) * columns + self.middle.flops(columns)
+        return 2 * self.border * self.dim * columns + self.middle.flops(columns)
 
     @property
     def product_flops(self) -> int:
