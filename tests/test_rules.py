@@ -194,7 +194,7 @@ def test_spectral_norm_also_of_matrices_that_are_not_symmetric(structure):
         rough, close = power_iteration(s, m, 3), power_iteration(s, m, 300)
         assert rough.shape == (200, 1)
         assert (rough <= exact * (1 + 1e-9)).all()
-        assert (rough >= 0.5 * exact).double().mean() > 0.98  # the start may be far from where it leads
+        assert (rough >= 0.5 * exact).double().mean() > 0.95  # the start may be far from where it leads
         assert (close >= 0.98 * exact).double().mean() > 0.98
 
 
