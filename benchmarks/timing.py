@@ -40,6 +40,7 @@ class Contestant:
     iteration: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
     loss: float = float("nan")
+    failed: bool = False
 
     def train(self, iterations: int) -> None:
         for _ in range(iterations):
@@ -108,6 +109,9 @@ def measure(
             progress(f"round {number + 1} of {rounds}")
             taking_part = [c for c in contestants if number < workload.slow_rounds or not c.contender.slow]
             take_turns(taking_part, window, workload.turn, random.Random(number))
+            for failed in (c.contender.title for c in contestants if c.failed):
+                progress(f"{failed} failed, and is left out")
+            contestants = [contestant for contestant in contestants if not contestant.failed]
     timings = [timing for contestant in contestants for timing in summaries(contestant, window)]
     return Times(workload.title, timings)
 
@@ -121,7 +125,13 @@ def take_turns(contestants: list[Contestant], window: int, turn: int, shuffler: 
         )  # so that none always finds the caches as the same predecessor left them
         for contestant in contestants:
             left = contestant.per_round(window) - done
-            contestant.train(max(0, min(turn, left)))
+            try:
+                contestant.train(max(0, min(turn, left)))
+            except Exception:
+                if contestant.contender.package.startswith("ingot"):
+                    raise
+                contestant.failed = True  # a peer's failure must not lose what was measured of the others
+        contestants[:] = [contestant for contestant in contestants if not contestant.failed]
     gc.unfreeze()
 
 

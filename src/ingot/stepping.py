@@ -41,20 +41,21 @@ class SteppingOptimizer(CollectingOptimizer):
 
     def _step_compiled(self, layers: list[Layer]) -> list[Layer]:
         """Take the steps of all layers that can be part of compiled code, and return the others."""
-        found, others = [], []
+        others: list[Layer] = []
+        found: dict[torch.device, list[tuple[Layer, list[Part], Scales]]] = {}
         for layer in layers:
             parts = self._parts(layer) if self._group(layer.weight)["compile"] else []
             scales = self._simple_scales(layer, parts) if parts else None
             if scales is None:
                 others.append(layer)
             else:
-                found.append((layer, parts, scales))
-        sizes = take_steps(found) if found else []
-        for (layer, *_), (size, trusted) in zip(found, sizes, strict=True):
-            state = self.state[layer.weight]
-            state["size"].copy_(size)
-            state["dropped"] = state["dropped"] + ~trusted
-            state["steps"] += 1
+                found.setdefault(layer.weight.device, []).append((layer, parts, scales))
+        for several in found.values():
+            for (layer, *_), (size, trusted) in zip(several, take_steps(several), strict=True):
+                state = self.state[layer.weight]
+                state["size"].copy_(size)
+                state["dropped"] = state["dropped"] + ~trusted
+                state["steps"] += 1
         return others
 
     def _step_large(self, layers: list[Layer]) -> list[Layer]:
