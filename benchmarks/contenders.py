@@ -203,8 +203,8 @@ def _soap(every: int, model: nn.Module) -> Steps:
 
 
 def _shampoo(every: int, model: nn.Module) -> Steps:
-    # With a larger rate it diverges on some models, and its decompositions fail.
-    settings = {"lr": 1e-2 * LR, "momentum": 0.9, "preconditioning_compute_steps": every}
+    # Without momentum: it would precondition what it has preconditioned before, and diverge at any rate.
+    settings = {"lr": LR, "preconditioning_compute_steps": every}
     return _quietly("pytorch_optimizer").Shampoo(model.parameters(), **settings)
 
 
