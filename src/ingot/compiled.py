@@ -1,6 +1,7 @@
 """The steps of many weights as one compiled function: fewer passes over memory, and one call.
 
-It makes the same steps as ``stepping`` makes one operation after the other, for layers with diagonal factors.
+It makes the same steps as ``stepping`` makes one operation after the other, for layers with diagonal factors;
+only that of a gradient which is refused has about the usual length, not exactly that of its momentum.
 (With others, nearly all time is that of matrix products, which no compiler makes faster.)
 """
 
@@ -98,7 +99,7 @@ def _step(fixed: Fixed, moving: Moving) -> tuple[Tensor, Tensor]:
     size, usual = _root_mean_square(new), moving.usual
     trusted: Any = stability.is_usual(size, usual, stability.SETTLED_STEPS)
     new = [torch.where(trusted, m, o) for m, o in zip(new, old, strict=True)]
-    size_taken = torch.where(trusted, size, fixed.momentum * _root_mean_square(list(moving.momenta)))
+    size_taken = torch.where(trusted, size, usual)  # about that of the old momentum, without another pass
     d_i = matrix.shape[-1] + len(bias)
     is_bounded = any(bound is not None for bound in fixed.bounds)
     weight_size = _root_mean_square([moving.weights[0]]) if is_bounded else 0.0
