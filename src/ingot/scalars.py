@@ -36,7 +36,7 @@ def flag(value: Tensor) -> Flag:
 
 
 def coefficient(value: Number, like: Tensor) -> Number:
-    """A number as torch multiplies such tensors with it: infinite if it is beyond their range."""
+    """A number as torch calculates with it beside such tensors: infinite if it is beyond their range."""
     if isinstance(value, Tensor) or not abs(value) > torch.finfo(like.dtype).max:
         return value
     return math.copysign(math.inf, value)

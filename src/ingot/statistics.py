@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from ingot.layers import LayerAdapter, columns
 from ingot.rules import Curvature, Factor, Rule, Statistics
-from ingot.scalars import Number, is_finite, number, where
+from ingot.scalars import Number, coefficient, is_finite, number, where
 from ingot.stability import at_least_tiny
 from ingot.structures import Diagonal, Structure
 from ingot.structures.base import beside
@@ -41,7 +41,8 @@ class Sums(NamedTuple):
 
     def scaled(self, of_k: Number, of_c: Number, d_i: int, d_o: int) -> Statistics:
         """The statistics for given scales of both sides."""
-        trace_k, trace_c = number(self.square_k) * (of_k / d_i), number(self.square_c) * (of_c / d_o)
+        traces = number(self.square_k) * (of_k / d_i), number(self.square_c) * (of_c / d_o)
+        trace_k, trace_c = (coefficient(trace, self.k) for trace in traces)
         return Statistics(Curvature(self.k, of_k), Curvature(self.c, of_c), trace_k, trace_c)
 
 

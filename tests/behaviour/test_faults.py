@@ -196,6 +196,24 @@ def test_without_a_fault_nothing_is_said(run):
 
 # --- Statistics -------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("optimizer_class", FAMILY)
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("scale", [1e17, 1e18, 3e18, 1e19, 2e19, 1e30, 3e38])
+def test_what_only_a_longer_dtype_could_hold_is_refused(optimizer_class, at, scale):
+    """Squares of gradients near the end of float32's range, in the first step and after it."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = optimizer_class(model, precond_every=1)
+    for i in range(3):
+        optimizer.zero_grad()
+        (model(torch.randn(64, 4)).sum(-1).mean() * (scale if i == at else 1.0)).backward()
+        with warnings.catch_warnings(action="ignore"):
+            optimizer.step()
+    values = [v for v in optimizer.state[model.weight].values() if isinstance(v, Tensor)]
+    assert all(value.isfinite().all() for value in (*values, *model.parameters()))
+
+
 NAN = float("nan")
 EVERY_STEP = {"precond_every": 1, "precond_warmup": 0}
 SETTINGS = [EVERY_STEP, {**PLAIN, "precond_lr": 1e-3}]
