@@ -22,7 +22,6 @@ from benchmarks.contenders import Contender, Steps
 from benchmarks.measured import Kinds, Times, Timing, mean
 from benchmarks.workloads import Batch, Workload, training_loss
 
-WARMUP_ITERATIONS = 2  # one with an update of the factors and one without: allocations are made by then
 MIN_WINDOW = 10
 
 Progress = Callable[[str], None]
@@ -64,7 +63,7 @@ class Contestant:
         """Milliseconds with and without an update, as means over each round that it took part in."""
         length = self.per_round(window)
         update, plain = [], []
-        for start in range(WARMUP_ITERATIONS, len(seconds), length):
+        for start in range(self.contender.warmup, len(seconds), length):
             numbered = [(i, 1e3 * seconds[i]) for i in range(start, start + length)]
             every = self.contender.every if self.contender.splits and self.contender.every else 1
             update += mean([time for i, time in numbered if i % every == 0])
@@ -79,7 +78,7 @@ def prepare(model: nn.Module, contender: Contender, batches: Sequence[Batch]) ->
     """
     gc.freeze()  # hides what exists from get_objects
     contestant = Contestant(contender, model, contender.make(model), cycle(batches))
-    contestant.train(WARMUP_ITERATIONS)
+    contestant.train(contender.warmup)
     gc.collect()
     # isinstance would ask proxies for their class, which makes some of them load their module.
     born = (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))

@@ -97,7 +97,7 @@ def test_steps_with_an_update_are_those_that_update():
         timing.take_turns([contestant], window=6, turn=4, shuffler=random.Random(number))
     # Instead of seconds, whether there was an update: then their means must be one and zero.
     kinds = contestant.kinds([1e-3 * was for was in updated], window=6)
-    assert len(updated) == timing.WARMUP_ITERATIONS + 12
+    assert len(updated) == contender.warmup + 12
     assert kinds.update == [1, 1]
     assert kinds.plain == [0, 0]
     assert kinds.at(10) == [0.1, 0.1]

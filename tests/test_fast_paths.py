@@ -493,6 +493,31 @@ def test_compiled_steps_are_those_of_the_operations_one_by_one():
         assert_same(trained(kind, compile=True, **settings), trained(kind, **settings))
 
 
+def scheduled_training(**settings) -> list[torch.Tensor]:
+    """With another learning rate, momentum and weight decay at each step, and for biases other ones still."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 12)).double()
+    bias = {"params": "*.bias", "weight_decay": 0.3, "max_relative_step": None}
+    optimizer = ingot.SINGD(model, [bias], structure="diagonal", precond_every=3, **settings)
+    for step in range(16):
+        for group in optimizer.param_groups:
+            group["lr"], group["momentum"] = 1e-3 * (step + 1), 0.95 - 0.01 * step
+            group["weight_decay"] += 0.1
+        optimizer.zero_grad()
+        model(torch.randn(8, 20, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@COMPILED
+def test_schedules_do_not_compile_anew():
+    compiled._function.cache_clear()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert_same(scheduled_training(compile=True), scheduled_training())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize(("rows_of", "columns_of"), [(513, 513), (700, 300), (512, 100), (20, 900)])
 def test_symmetric_products_by_halves(rows_of, columns_of):
     x = torch.randn(rows_of, columns_of, dtype=torch.float64)

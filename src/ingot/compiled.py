@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,44 +17,41 @@ from torch import Tensor
 from ingot import stability
 from ingot.model import Layer
 from ingot.natural import Part, Scales
+from ingot.scalars import Number
 
 
-class Fixed(NamedTuple):
-    """What the code is compiled for, of one layer: numbers of the weight, and of its bias if there is one."""
-
-    momentum: float
-    decays: tuple[float, ...]
-    bounds: tuple[float | None, ...]
+Bounds: TypeAlias = tuple[float | None, ...]
+"""What the code is compiled for, of one layer: the bounds on the steps of its weight, and of its bias."""
 
 
 class Moving(NamedTuple):
-    """What changes from step to step: matrices of the weight, vectors of its bias."""
+    """What changes from step to step: matrices of the weight, vectors of its bias.
+
+    Numbers that a schedule may change are tensors, so that the code need not be compiled anew.
+    """
 
     scales: Scales
     weights: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]
     momenta: tuple[Tensor, ...]
     lrs: tuple[Tensor, ...]
+    shrinking: tuple[Tensor, ...]
+    rate: Tensor
     usual: Tensor
 
 
-Found = list[tuple[Tensor, Tensor]]
-Function = Callable[[list[Moving]], Found]
+Found: TypeAlias = list[tuple[Tensor, Tensor]]
+Function: TypeAlias = Callable[[list[Moving]], Found]
 
 
 def take_steps(layers: list[tuple[Layer, list[Part], Scales]]) -> Found:
     """Move these layers' weights; returns the usual size of each momentum, and whether it was trusted."""
-    function = _function(tuple(_fixed(layer, parts) for layer, parts, _ in layers))
+    function = _function(tuple(_bounds(layer, parts) for layer, parts, _ in layers))
     return function([_moving(*one) for one in layers])
 
 
-def _fixed(layer: Layer, parts: list[Part]) -> Fixed:
-    groups, d_i = [part.group for part in parts], layer.structures[0].dim
-    return Fixed(
-        float(groups[0]["momentum"]),
-        tuple(float(group["weight_decay"]) for group in groups),
-        tuple(_bound(part, d_i) for part in parts),
-    )
+def _bounds(layer: Layer, parts: list[Part]) -> Bounds:
+    return tuple(_bound(part, layer.structures[0].dim) for part in parts)
 
 
 def _bound(part: Part, d_i: int) -> float | None:
@@ -73,13 +70,19 @@ def _moving(layer: Layer, parts: list[Part], scales: Scales) -> Moving:
         shaped([part.p.detach() for part in parts]),
         shaped([part.p.grad for part in parts if part.p.grad is not None]),
         shaped([part.state["momentum_buffer"] for part in parts]),
-        tuple(torch.as_tensor(part.lr, dtype=part.p.dtype, device=part.p.device) for part in parts),
+        tuple(_beside(part, part.lr) for part in parts),
+        tuple(_beside(part, 1 - part.lr * part.group["weight_decay"]) for part in parts),
+        _beside(parts[0], parts[0].group["momentum"]),
         parts[0].state["size"],
     )
 
 
+def _beside(part: Part, value: Number) -> Tensor:
+    return torch.as_tensor(value, dtype=part.p.dtype, device=part.p.device)
+
+
 @lru_cache(maxsize=64)
-def _function(layers: tuple[Fixed, ...]) -> Function:
+def _function(layers: tuple[Bounds, ...]) -> Function:
     """The compiled function for these layers, which is made when they are met for the first time."""
 
     def step(movings: list[Moving]) -> Found:
@@ -90,24 +93,24 @@ def _function(layers: tuple[Fixed, ...]) -> Function:
     return torch.compile(step, dynamic=False)
 
 
-def _step(fixed: Fixed, moving: Moving) -> tuple[Tensor, Tensor]:
+def _step(bounds: Bounds, moving: Moving) -> tuple[Tensor, Tensor]:
     rows, columns, of_bias = moving.scales
     matrix, *bias = moving.gradients
     natural = [matrix * rows * columns, *(g * of_bias for g in bias if of_bias is not None)]
-    old = [fixed.momentum * m for m in moving.momenta]
+    old = [moving.rate * m for m in moving.momenta]
     new = [m + n for m, n in zip(old, natural, strict=True)]
     size, usual = _root_mean_square(new), moving.usual
     trusted: Any = stability.is_usual(size, usual, stability.SETTLED_STEPS)
     new = [torch.where(trusted, m, o) for m, o in zip(new, old, strict=True)]
     size_taken = torch.where(trusted, size, usual)  # about that of the old momentum, without another pass
     d_i = matrix.shape[-1] + len(bias)
-    is_bounded = any(bound is not None for bound in fixed.bounds)
+    is_bounded = any(bound is not None for bound in bounds)
     weight_size = _root_mean_square([moving.weights[0]]) if is_bounded else 0.0
-    for w, m, momentum, lr, decay, bound in zip(
-        moving.weights, new, moving.momenta, moving.lrs, fixed.decays, fixed.bounds, strict=True
+    for w, m, momentum, lr, shrinking, bound in zip(
+        moving.weights, new, moving.momenta, moving.lrs, moving.shrinking, bounds, strict=True
     ):
         length = stability.step_length(lr, size_taken, weight_size, d_i, bound)
-        w.mul_(1 - lr * decay).sub_(length * m)
+        w.mul_(shrinking).sub_(length * m)
         momentum.copy_(m)
     found: Any = stability.usual_size(usual, size, trusted)
     return found, trusted
