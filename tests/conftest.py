@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from ingot.layers.base import _FAMILIES
 from ingot.structures.registry import _BUILDERS
 
 
@@ -21,8 +22,9 @@ def float64():
 
 @pytest.fixture
 def registry():
-    """Structures that a test registers are forgotten after it."""
-    before = dict(_BUILDERS)
+    """Structures and layers that a test registers are forgotten after it."""
+    known = [(registered, dict(registered)) for registered in (_BUILDERS, _FAMILIES)]
     yield
-    _BUILDERS.clear()
-    _BUILDERS.update(before)
+    for registered, before in known:
+        registered.clear()
+        registered.update(before)

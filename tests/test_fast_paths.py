@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_atte
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ingot
-from ingot import compiled, rows, scalars, statistics, stepping
-from ingot import optimizer as optimizer_module
+from ingot import compiled, rows, scalars, statistics, stepping, updating
 from ingot.health import HealthWarning
 from ingot.structures import BlockDiagonal, Dense, Diagonal, dense, registered
 
@@ -287,9 +286,9 @@ def test_inputs_that_change_in_place_are_not_taken_for_the_same():
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_layers_updated_together_or_one_by_one(kind):
     together = trained(kind)
-    with patch.object(optimizer_module, "LARGE", -1):
+    with patch.object(updating, "LARGE", -1):
         assert_same(trained(kind), together)
-    with patch.object(optimizer_module, "MANY", 1):
+    with patch.object(updating, "MANY", 1):
         assert_same(trained(kind), together)
 
 
@@ -348,19 +347,19 @@ def test_diagonal_factors_as_numbers_for_rows_and_columns(settings):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_layers_in_one_bucket_or_each_in_its_own(kind):
     together = trained(kind)
-    with patch.object(optimizer_module, "_buckets", lambda layers: [[layer] for layer in layers]):
+    with patch.object(stepping, "_buckets", lambda layers: [[layer] for layer in layers]):
         assert_same(trained(kind), together)
 
 
 def test_no_bucket_is_larger_than_the_largest_layer():
     model = network()
     layers = list(ingot.SINGD(model)._layers.values())
-    buckets = optimizer_module._buckets(layers)
+    buckets = stepping._buckets(layers)
     assert [layer for bucket in buckets for layer in bucket] == layers
     sizes = [sum(layer.weight.numel() for layer in bucket) for bucket in buckets]
     assert max(sizes) == max(layer.weight.numel() for layer in layers)
     assert 1 < len(buckets) < len(layers) / 2
-    assert optimizer_module._buckets([]) == []
+    assert stepping._buckets([]) == []
 
 
 def test_momenta_have_memory_of_their_own():

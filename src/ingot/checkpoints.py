@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ingot import adamw, budget
 from ingot.conversion import converted
+from ingot.family import COUNTS, NUMBERS, SIZES, TRACES
 from ingot.groups import Group, check_group
 from ingot.model import Layer, named_parameters
-from ingot.rules import COUNTS, NUMBERS, TRACES, Pair
+from ingot.rules import Pair
 from ingot.structures import Structure
 
 if TYPE_CHECKING:
@@ -24,10 +25,6 @@ FORMAT = 1
 
 COUNTERS = ("steps", "updates")
 """The state's keys for numbers of steps: whole numbers while training, tensors in a checkpoint."""
-
-SIZES = ("size", "gain", "dropped")
-"""The state's keys for the usual size of a layer's natural gradient, that size in units of the plain
-gradient's, and how many gradients were not to be trusted."""
 
 _NEVER_NEGATIVE = frozenset({*TRACES, *COUNTS, *SIZES, *COUNTERS, "step", "exp_avg_sq"})
 _WHOLE = (torch.int64, torch.int32)

@@ -13,11 +13,12 @@ from torch import Tensor
 from ingot import fisher as curvature_of_losses
 from ingot import health
 from ingot.capture import Tap
+from ingot.family import Rule
 from ingot.groups import Group
 from ingot.model import Layer
 from ingot.model_optimizer import ModelOptimizer
 from ingot.precision import autocast_is_on
-from ingot.rules import Factor, Rule
+from ingot.rules import Factor
 from ingot.statistics import Pending, Use, sums_of_use
 
 

@@ -19,7 +19,6 @@ from ingot.model import Layer
 from ingot.natural import Part, Scales
 from ingot.scalars import Number
 
-
 Bounds: TypeAlias = tuple[float | None, ...]
 """What the code is compiled for, of one layer: the bounds on the steps of its weight, and of its bias."""
 

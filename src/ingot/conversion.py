@@ -5,19 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ingot.rules import (
-    Curvature,
-    Factor,
-    InverseFree,
-    Pair,
-    Rule,
-    Settings,
-    State,
-    curvature,
-    damped_inverse,
-    direction,
-    move,
-)
+from ingot.family import InverseFree, Rule, Settings, State
+from ingot.rules import Curvature, Factor, Pair, curvature, damped_inverse, direction, move
 from ingot.stability import bounded_rate
 from ingot.structures import Structure
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ingot.family import Inverting, Rule
 from ingot.model import Claim, Layer, find_layers
-from ingot.rules import Inverting, Pair, Rule
+from ingot.rules import Pair
 from ingot.structures import Diagonal, Square, Structure
 
 Example: TypeAlias = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]

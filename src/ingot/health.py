@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ingot.family import NORMS
 from ingot.model import Layer, named_parameters
 from ingot.precision import computing
-from ingot.rules import NORMS, Factor
+from ingot.rules import Factor
 from ingot.stability import EXPLOSION, OUTLIER, are_finite
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ingot.family import Rule, Statistics
 from ingot.layers import LayerAdapter, columns
-from ingot.rules import Curvature, Factor, Rule, Statistics
+from ingot.rules import Curvature, Factor
 from ingot.scalars import Number, coefficient, is_finite, number, where
 from ingot.stability import at_least_tiny
 from ingot.structures import Diagonal, Structure

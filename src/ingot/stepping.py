@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ingot import adamw as adamw_steps
 from ingot import rows, stability
-from ingot.collecting import CollectingOptimizer
 from ingot.compiled import take_steps
 from ingot.groups import Group
 from ingot.model import Layer, named_parameters
@@ -28,16 +27,22 @@ from ingot.scalars import (
     where,
 )
 from ingot.structures import Square
+from ingot.updating import UpdatingOptimizer
 
 GAIN_EVERY = 10
 """How long natural gradients are is noted at one of so many factor updates: it takes time."""
 
 
-class SteppingOptimizer(CollectingOptimizer):
+class SteppingOptimizer(UpdatingOptimizer):
     """What moves the parameters, once the factors are up to date."""
 
     def _parts(self, layer: Layer) -> list[Part]:
         return [Part(p, self.state[p], self._group(p)) for p in layer.parameters if p.grad is not None]
+
+    def _step_weights(self, layers: list[Layer]) -> None:
+        """Take the steps of all layers, each in the way that takes it the least time."""
+        for several in _buckets(self._step_large(self._step_compiled(layers))):
+            self._step_layers(several)
 
     def _step_compiled(self, layers: list[Layer]) -> list[Layer]:
         """Take the steps of all layers that can be part of compiled code, and return the others."""
@@ -266,3 +271,19 @@ def _note(state: dict[str, Any], key: str, value: Number) -> None:
         state[key] = value
     else:
         state[key].fill_(value)
+
+
+def _buckets(layers: list[Layer]) -> list[list[Layer]]:
+    """Layers on one device that take their steps together: no more at a time than the largest has alone."""
+    largest = max((layer.weight.numel() for layer in layers), default=0)
+    buckets: list[list[Layer]] = []
+    room = 0
+    for layer in layers:
+        size = layer.weight.numel()
+        if buckets and layer.weight.device == buckets[-1][0].weight.device and size <= room:
+            buckets[-1].append(layer)
+        else:
+            buckets.append([layer])
+            room = largest
+        room -= size
+    return buckets

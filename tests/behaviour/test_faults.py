@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ingot import IKFAC, INGD, KFAC, PAPER, SINGD, HealthWarning, rules, stability
+from ingot import IKFAC, INGD, KFAC, PAPER, SINGD, HealthWarning, family, rules, stability
+from ingot.family import TRACES
 from ingot.layers import registered
-from ingot.rules import TRACES
 from ingot.structures import bind, parse
 from tests.behaviour.faults import (
     LAYERS,
@@ -358,7 +358,7 @@ def test_without_damping_the_condition_is_bounded(rule, structure, dims, rank, s
         bound = (4.2 * (dims[0] * dims[1] / smallest + 1)) ** 0.5
     elif rule is KFAC.rule:
         bound = 1 + d / smallest**0.5
-    numbers = rules.Settings(0.5, 0.0, 0.0, True, 0.5, "trace")
+    numbers = family.Settings(0.5, 0.0, 0.0, True, 0.5, "trace")
     one = torch.ones(1, dtype=torch.float64)
     state, x = rule.start(structures, one, (), numbers), []
     for update in range(100):
@@ -370,7 +370,7 @@ def test_without_damping_the_condition_is_bounded(rule, structure, dims, rank, s
             rules.Curvature(rule.statistic(rules.Factor(s, state[name]), columns))
             for s, name, columns in pairs
         ]
-        state = rule.update(structures, state, rules.Statistics(*seen, one, one), numbers, update)
+        state = rule.update(structures, state, family.Statistics(*seen, one, one), numbers, update)
         if update % 10 == 9:
             for structure_of, entries in rule.preconditioners(structures, state):
                 assert torch.linalg.cond(structure_of.dense(entries)) < 1.001 * bound

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ingot import IKFAC, INGD, KFAC, PAPER, SINGD, conversion
 from ingot.checkpoints import FUNCTION
-from ingot.rules import NUMBERS
+from ingot.family import NUMBERS
 from ingot.structures import (
     Dense,
     Diagonal,

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, jacrev
 from transformers.pytorch_utils import Conv1D
 
 from ingot import IKFAC, INGD, KFAC, PAPER, SINGD
-from ingot.rules import Statistics
+from ingot.family import Statistics
 from tests.layers.test_contract import EXAMPLES, GraphLinear
 
 FAMILY = [SINGD, INGD, IKFAC, KFAC]
