@@ -127,6 +127,7 @@ class Scaling:
     seconds: dict[str, dict[str, list[float]]]
     largest_bytes: dict[str, list[int]]
     state_bytes: dict[str, list[int]]
+    sgd_seconds: list[float]  # of SGD's step with the same layer
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from shutil import copyfile
 from typing import Any
 
 from benchmarks import tables
-from benchmarks.complexity import KINDS
+from benchmarks.complexity import KINDS, exponent
 from benchmarks.measured import Results, Scaling
 from benchmarks.targets import Verdict, verdicts
 
@@ -104,6 +104,11 @@ def scaling_section(scaling: Scaling, images: str) -> Iterator[str]:
     )
     yield "\n".join(f"- *{kind}*: {meaning}" for kind, meaning in KINDS.items()) + "\n"
     yield tables.growth_table(scaling)
+    yield (
+        f"The step of SGD with momentum, which does the same to every entry whatever d is, takes "
+        f"d^{exponent(scaling.dims, scaling.sgd_seconds):.2f} over this range: small weights are in the "
+        "processor's caches, large ones are not. That much of the first column is the machine's.\n"
+    )
     yield f"![Time against the dimension]({images}{TIME_FIGURE})\n"
     yield (
         "Memory is that of the whole optimizer while it trains a layer with d inputs and few outputs, so "

@@ -27,15 +27,24 @@ from ingot.structures import bind, parse
 DIMS = (512, 724, 1024, 1448, 2048, 2896, 4096)
 REPEATS = 3
 
-ROWS = 256
-LAYERS = {"dense": 1, "block_diagonal(30)": 8, "hierarchical(15,15)": 16, "rank_triu(1)": 256}
+ROWS = {"diagonal": 512, "rank_triu(1)": 1024, "hierarchical(15,15)": 512}
+MANY_ROWS = 256
+LAYERS = {
+    "diagonal": 384,
+    "dense": 1,
+    "block_diagonal(30)": 8,
+    "hierarchical(15,15)": 16,
+    "rank_triu(1)": 256,
+}
 MANY_LAYERS = 128
-"""Rows of a batch, and layers of each structure whose factors are updated in one go.
+"""Rows of a batch, and layers whose factors are updated in one go, for each structure and else.
 
 A single diagonal has only d numbers, and its time would be that of starting operations, whatever d is. These
 are enough for the work on numbers to outweigh that, and few enough for the processor's caches; composed
 structures start more operations and need more.
 """
+
+SGD = "SGD"
 
 SHORTEST = 0.005
 """Seconds that a measurement takes at least, by repeating what is shorter."""
@@ -45,14 +54,14 @@ OUTPUTS, BATCH = 8, 16
 Work: TypeAlias = Callable[[], object]
 
 
-def works(structure: str, d: int, rows: int = ROWS) -> dict[str, Work]:
+def works(structure: str, d: int, rows: int | None = None) -> dict[str, Work]:
     """What is timed, by its kind. Factors are the identity and a little noise, so that nothing explodes."""
     s = bind(parse(structure), d)
     one = s.identity()
     layers = LAYERS.get(structure, MANY_LAYERS)
     factor = Factor(s, _noisy(one))
     many, h = Factor(s, _noisy(one.expand(layers, -1))), Curvature(_noisy(one.expand(layers, -1)))
-    batch = torch.randn(rows, d)
+    batch = torch.randn(rows or ROWS.get(structure, MANY_ROWS), d)
 
     def update_both() -> object:
         m_k, m_c = ingd(many, many, h, h, 1e-3)
@@ -85,6 +94,14 @@ def plain_step(structure: str, d: int) -> Work:
     return optimizer.step
 
 
+def sgd_step(d: int) -> Work:
+    """The step of SGD with momentum, which touches each entry a fixed number of times, whatever d is."""
+    layer = nn.Linear(d, d, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=LR, momentum=0.9)
+    layer(torch.randn(BATCH, d)).square().mean().backward()
+    return optimizer.step
+
+
 def seconds(work: Work) -> float:
     """The time of one execution, as the mean over enough of them."""
     start, count = perf_counter(), 0
@@ -100,12 +117,14 @@ def measure(
     """All structures, kinds and dimensions in turns; the fastest of some repeats, since noise only adds."""
     torch.manual_seed(0)
     cases = [(structure, d) for structure in PAPER for d in dims]
+    cases += [(SGD, d) for d in dims]
     best: dict[tuple[str, str, int], float] = {}
     for number in range(repeats):
         progress(f"repeat {number + 1} of {repeats}")
         random.Random(number).shuffle(cases)
         for structure, d in cases:
-            for kind, work in works(structure, d).items():
+            found = {SGD: sgd_step(d)} if structure == SGD else works(structure, d)
+            for kind, work in found.items():
                 if not number:
                     work()  # caches and plans of a first time are nobody's
                 key = kind, structure, d
@@ -117,6 +136,7 @@ def measure(
         seconds={kind: {s: [best[kind, s, d] for d in dims] for s in PAPER} for kind in KINDS},
         largest_bytes={s: [largest for largest, _ in points] for s, points in used.items()},
         state_bytes={s: [state for _, state in points] for s, points in used.items()},
+        sgd_seconds=[best[SGD, SGD, d] for d in dims],
     )
 
 

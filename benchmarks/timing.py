@@ -80,8 +80,9 @@ def prepare(model: nn.Module, contender: Contender, batches: Sequence[Batch]) ->
     contestant = Contestant(contender, model, contender.make(model), cycle(batches))
     contestant.train(contender.warmup)
     gc.collect()
-    # isinstance would ask proxies for their class, which makes some of them load their module.
-    born = (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+    # Not by isinstance, which would ask proxies for their class, and make some of them load their module.
+    # Other classes of tensors are the compiler's, and have no memory.
+    born = (thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter))
     storages = {(s := tensor.untyped_storage()).data_ptr(): s.nbytes() for tensor in born}
     gc.unfreeze()
     for tensor in (*model.parameters(), *model.buffers()):

@@ -82,6 +82,7 @@ def growth(wrong=""):
         },
         largest_bytes={s: [4 * (d * d if s in ("dense", wrong) else 8 * d) for d in DIMS] for s in PAPER},
         state_bytes={s: [int(4 * PAPER[s]["storage"].value(d)) for d in DIMS] for s in PAPER},
+        sgd_seconds=[1e-9 * d**2.25 for d in DIMS],
     )
 
 
