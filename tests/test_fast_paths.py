@@ -448,6 +448,27 @@ def test_large_weights_in_parts(settings):
     assert len(calls) > 20
 
 
+@pytest.mark.parametrize("case", ["no learning rate", "stored by columns"])
+def test_large_weights_that_are_no_usual_ones(case):
+    def trained_layer() -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        layer = nn.Linear(7, 6).double()
+        if case == "stored by columns":
+            layer.weight = nn.Parameter(layer.weight.detach().mT.contiguous().mT)
+        optimizer = ingot.SINGD(layer, structure="diagonal", precond_every=20, precond_warmup=0)
+        for step in range(14):
+            optimizer.zero_grad()
+            layer(torch.randn(4, 7, dtype=torch.float64)).square().sum().backward()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0 if case == "no learning rate" and step > 11 else 1e-2
+            optimizer.step()
+        return layer.weight.detach(), optimizer.state[layer.weight]["momentum_buffer"]
+
+    expected = trained_layer()
+    with patch.object(rows, "LARGE", 20), patch.object(rows, "CHUNK", 16):
+        assert_same(trained_layer(), expected)
+
+
 def test_steps_in_parts_allocate_nothing_of_the_size_of_the_weight():
     layer = nn.Linear(64, 48)
     optimizer = ingot.SINGD(layer, structure="diagonal", precond_every=20, precond_warmup=0)

@@ -501,3 +501,20 @@ def test_what_was_counted_and_what_is_usual_survive_a_checkpoint():
         assert counts(optimizer, "skipped") == {"0": 3, "2": 3}
         assert counts(optimizer, "dropped") == {"0": 1, "2": 1, "3.weight": 1}
     assert_identical(*kept)
+
+
+@pytest.mark.parametrize("kind", [SINGD, IKFAC, KFAC])
+@pytest.mark.parametrize("start", ["trace", "identity"])
+def test_factors_wait_for_the_first_curvature(kind, start):
+    """A branch may begin at zero, which says nothing of the scale of its curvature."""
+    model = nn.Linear(3, 2)
+    optimizer = kind(model, structure="diagonal", factor_start=start, precond_warmup=50)
+    names = optimizer.rule.keys
+    for step in range(7):
+        optimizer.zero_grad()
+        (float(step >= 5) * model(torch.randn(8, 3)).square().mean()).backward()
+        optimizer.step()
+        factors = [optimizer.state[model.weight][n] for n in names if n in optimizer.state[model.weight]]
+        moved = [not torch.equal(f, torch.ones_like(f)) for f in factors]
+        assert all(moved) if step >= 5 else not any(moved)
+    assert optimizer.state[model.weight]["skipped"].item() == 0

@@ -228,6 +228,30 @@ def test_a_sandwich_is_the_projection_of_the_whole(text, dtype):
                 s.sandwich(a, s.gram(x))
 
 
+def test_the_symmetric_part_of_a_product(text):
+    """``cross_gram``, of structures that have it: those with a ``sandwich``."""
+    for dim in (1, 4, 12, 33):
+        s = bind(parse(text), dim)
+        x, y = torch.randn(2, 2, 3, dim, 5, dtype=torch.float64)
+        if s.gram_first(10**9):
+            _close(s.cross_gram(x, y), (s.gram(x + y) - s.gram(x - y)) / 4)
+        else:
+            with pytest.raises(NotImplementedError, match="does not tell"):
+                s.cross_gram(x, y)
+
+
+@pytest.mark.parametrize("constant", [None, 0.0, 1.0, -0.5])
+def test_the_inputs_of_a_bias_are_a_row_more(text, constant):
+    """Also where there are so many columns that the Gram matrix comes first."""
+    for dim in (2, 9, 33):
+        for columns in (3, 8 * dim):
+            s = bind(parse(text), dim)
+            x = torch.randn(2, 3, dim - (constant is not None), columns, dtype=torch.float64)
+            row = torch.full((2, 3, 1, columns), 0.0 if constant is None else constant, dtype=torch.float64)
+            whole = x if constant is None else torch.cat((x, row), dim=-2)
+            _close(s.gram_beside(x, constant), s.gram(whole))
+
+
 def test_gram_does_not_depend_on_the_layout(text):
     for dim in (1, 9, 40):
         s = bind(parse(text), dim)
@@ -257,6 +281,14 @@ def test_bounds_on_norms_are_from_above(text):
         assert (bound >= exact * (1 - 1e-9)).all()
         assert (bound <= 1.2 * torch.linalg.matrix_norm(matrices).unsqueeze(-1)).all()
         assert s.norm_bound(torch.full_like(a, torch.nan)).isnan().all()
+
+
+@pytest.mark.parametrize("dim", [9, 64, 65, 130])
+def test_bounds_on_norms_hold_for_matrices_of_one_direction(dim):
+    """Of which all norms are the same, so that a bound has no room."""
+    u, v = torch.randn(2, dim, 1, dtype=torch.float64)
+    bound = Dense(dim).norm_bound((u @ v.mT).flatten())
+    _close(bound, (u.norm() * v.norm()).view(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
