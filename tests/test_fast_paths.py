@@ -529,6 +529,18 @@ def scheduled_training(**settings) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+def test_momenta_that_differ_are_left_to_single_operations():
+    model = nn.Linear(20, 16)
+    bias = {"params": "bias", "momentum": 0.5}
+    optimizer = ingot.SINGD(model, [bias], structure="diagonal", precond_warmup=0, compile=True)
+    with patch.object(stepping, "take_steps") as taken:
+        for _ in range(13):
+            optimizer.zero_grad()
+            model(torch.randn(8, 20)).square().mean().backward()
+            optimizer.step()
+    assert not taken.called
+
+
 @COMPILED
 def test_schedules_do_not_compile_anew():
     compiled._function.cache_clear()

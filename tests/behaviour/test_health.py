@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.tensorboard import SummaryWriter
 
-from ingot import IKFAC, INGD, KFAC, PAPER, SINGD
+from ingot import IKFAC, INGD, KFAC, PAPER, SINGD, HealthWarning
 from ingot.health import Diagnostics, Reporter, condition
 from ingot.rules import Factor
 from ingot.structures import bind, parse, registered
@@ -385,3 +385,17 @@ def test_nothing_is_told_where_the_average_does_not_matter():
     assert told(of_samples("sum"), loss_average="batch") == []
     for name in ("relative_damping", "factor_start", "normalize_step"):
         assert len(told(of_samples("sum"), loss_average="batch", **{name: PAPER[name]})) == 1
+
+
+@pytest.mark.parametrize(("size", "told"), [(1.9, False), (2.1, True)])
+def test_factors_that_overshoot_are_told_of(size, told):
+    """A step of twice a factor's own size leaves nothing of it."""
+    model = nn.Linear(4, 4, bias=False)
+    settings = {"structure": "dense", "precond_lr": 1.0, "damping": 0.0} | PAPER
+    optimizer = IKFAC(model, lr=1e-6, loss_average=None, **settings)
+    # From the identity, m = ½ (U - I): inputs of this size make its norm what is wanted.
+    x = torch.eye(4) * (2 * size + 1) ** 0.5 * 2
+    with pytest.warns(HealthWarning, match="overshoot") if told else nullcontext():
+        (1e-3 * model(x).sum()).backward()
+        optimizer.step()
+    assert optimizer.state[model.weight]["norm_m_K"].item() == pytest.approx(size, rel=0.02)
