@@ -11,6 +11,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from math import isfinite, lcm
 from time import perf_counter
@@ -97,13 +98,15 @@ def measure(
     """Let all optimizers take turns, for so many rounds of whole intervals between factor updates."""
     torch.manual_seed(0)
     batches = [workload.batch() for _ in range(4)]
-    contestants = []
+    contestants: list[Contestant] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(singd|pytorch_optimizer|heavyball)\b")
         for contender in contenders:
             progress(f"preparing {contender.title}")
             torch.manual_seed(0)
-            contestants.append(prepare(workload.model(), contender, batches))
+            join = partial(_join, contestants, workload.model(), contender, batches)
+            if not succeeds(contender, join):
+                progress(f"{contender.title} failed, and is left out")
         window = whole_intervals(contenders)
         for number in range(rounds):
             progress(f"round {number + 1} of {rounds}")
@@ -116,23 +119,35 @@ def measure(
     return Times(workload.title, timings)
 
 
+def _join(
+    contestants: list[Contestant], model: nn.Module, contender: Contender, batches: Sequence[Batch]
+) -> None:
+    contestants.append(prepare(model, contender, batches))
+
+
 def take_turns(contestants: list[Contestant], window: int, turn: int, shuffler: random.Random) -> None:
     """One round."""
     gc.freeze()  # so that the garbage collector's tours through all of them are in nobody's time
     for done in range(0, window, turn):
-        shuffler.shuffle(
-            contestants
-        )  # so that none always finds the caches as the same predecessor left them
+        # So that none always finds the caches as the same predecessor left them.
+        shuffler.shuffle(contestants)
         for contestant in contestants:
             left = contestant.per_round(window) - done
-            try:
-                contestant.train(max(0, min(turn, left)))
-            except Exception:
-                if contestant.contender.package.startswith("ingot"):
-                    raise
-                contestant.failed = True  # a peer's failure must not lose what was measured of the others
+            train = partial(contestant.train, max(0, min(turn, left)))
+            contestant.failed = not succeeds(contestant.contender, train)
         contestants[:] = [contestant for contestant in contestants if not contestant.failed]
     gc.unfreeze()
+
+
+def succeeds(contender: Contender, action: Callable[[], object]) -> bool:
+    """Whether it succeeds; ours must, but a peer's failure must not lose what was measured of the others."""
+    try:
+        action()
+    except Exception:
+        if contender.package.startswith("ingot"):
+            raise
+        return False
+    return True
 
 
 def whole_intervals(contenders: Sequence[Contender]) -> int:

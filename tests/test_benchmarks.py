@@ -69,6 +69,32 @@ def test_counts_the_state_that_an_optimizer_keeps():
         assert state_bytes(f"{package} dense") > state_bytes(f"{package} diagonal") > 4 * sum(sizes)
 
 
+class Failing(torch.optim.SGD):
+    """Fails at its step of a number."""
+
+    def __init__(self, model, at):
+        super().__init__(model.parameters(), lr=1e-3)
+        self.left = at
+
+    def step(self, closure=None):
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("no more")
+
+
+@pytest.mark.parametrize("at", [1, 5], ids=["while it is prepared", "in a round"])
+def test_a_peer_that_fails_is_left_out_and_ours_must_not(at):
+    def failing(package):
+        return Contender("failing", lambda model: Failing(model, at), package)
+
+    said = []
+    found = timing.measure(IMAGES, [failing("a peer"), singd(2)], 1, said.append)
+    assert [one.title for one in found.timings] == ["ours"]
+    assert "failing failed, and is left out" in said
+    with pytest.raises(RuntimeError, match="no more"):
+        timing.measure(IMAGES, [failing("ingot"), singd(2)], 1)
+
+
 @pytest.mark.parametrize(
     ("every", "window"), [((1,), 10), ((3,), 12), ((1, 10), 10), ((25,), 25), ((4, 6), 12)]
 )

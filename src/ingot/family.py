@@ -89,9 +89,9 @@ class Rule(ABC):
     """How a member of the family keeps its factors: what it stores, how it updates, how it preconditions.
 
     The state of a layer is a dict of flat tensors. ``start`` and ``update`` return new tensors and change
-    nothing. ``names`` are the state's keys for the K and the C side, ``applied`` those of what
-    gradients are multiplied with, ``keys`` those of all factors and
-    momenta, which are kept in the factors' dtype; ``NUMBERS`` are kept in that of the computation.
+    nothing. ``names`` are the state's keys for the K and the C side, ``applied`` those of what gradients are
+    multiplied with, ``keys`` those of all factors and momenta, which are kept in the factors' dtype;
+    ``NUMBERS`` are kept in that of the computation.
     """
 
     names: ClassVar[tuple[str, str]]
