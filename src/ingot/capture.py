@@ -16,6 +16,13 @@ from ingot.layers import Family, LayerAdapter
 Sink = Callable[["Tap", Tensor, Tensor, int, object], None]
 """Takes a tap, the input and output gradient of a use, the first matrix used, and the backward pass."""
 
+
+def running_group() -> Any:
+    """The processes that have replicas of the model whose forward pass is running, if there are several."""
+    replicated = nn.parallel.DistributedDataParallel._active_ddp_module
+    return None if replicated is None or replicated.process_group.size() == 1 else replicated.process_group
+
+
 _KEYS = itertools.count()
 _TAPS: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()
 
@@ -32,6 +39,7 @@ class Tap:
     ) -> None:
         self.adapter, self.module, self.flipped = adapter, module, flipped
         self.active = False
+        self.replicas: Any = None  # the processes that have replicas of the model, seen in a forward pass
         self._sink = sink
         self._key = next(_KEYS)
         _TAPS[self._key] = self
@@ -49,6 +57,7 @@ class Tap:
             return _probe(output, x.detach(), self._key, start)
         if torch._C._are_functorch_transforms_active():
             return output  # what torch.func differentiates is no training step
+        self.replicas = running_group()
         return _Probe.apply(output, x.detach(), self, start)  # type: ignore[no-untyped-call]
 
     def receive(self, x: Tensor, g: Tensor, start: int, outer_pass: int = -1) -> None:

@@ -279,6 +279,7 @@ class NaturalGradient(SteppingOptimizer):
         return loss
 
     def _step_all(self, scale: Tensor | None) -> None:
+        self._share_statistics()
         # A layer that was never captured (its module's forward was bypassed) has no factors: AdamW's.
         layers = [
             layer

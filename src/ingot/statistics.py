@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -101,8 +101,8 @@ class Pending:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[bool, Sums] = {}
-        self._terms = 0
+        self.sums: dict[bool, Sums] = {}
+        self.terms: int | Tensor = 0
         self._power: int | None = None
         self._pass: object = None
         self._terms_of_pass = 0
@@ -116,12 +116,31 @@ class Pending:
         the gradients are those of single terms, of which G is the mean.
         """
         self._power = power
-        self._sums[flipped] = sums.plus(self._sums.get(flipped))
+        self.sums[flipped] = sums.plus(self.sums.get(flipped))
         if backward_pass != self._pass:
             self._pass, self._terms_of_pass = backward_pass, 0
         new = max(0, terms - self._terms_of_pass)
         self._terms_of_pass += new
-        self._terms += new
+        self.terms += new
+
+    def replace(self, sums: Mapping[bool, Sums], terms: int | Tensor, replicas: int) -> None:
+        """Take sums over replicas in the place of one's own.
+
+        Gradients are averaged over replicas, so that each has those of the whole loss times their number;
+        where G is a mean over terms, it is one over all of them already.
+        """
+        square = 1.0 if self._power == -1 else replicas**-2.0
+        self.terms = terms
+        for side, found in sums.items():
+            if side:
+                found = found._replace(k=found.k * square, square_k=found.square_k * square)
+            else:
+                found = found._replace(c=found.c * square, square_c=found.square_c * square)
+            self.sums[side] = found
+
+    @property
+    def _count(self) -> Number:
+        return self.terms if isinstance(self.terms, Tensor) else float(self.terms)
 
     def scaled(self, d_i: int, d_o: int, loss_is_mean: bool, scale: Tensor | None = None) -> Statistics:
         """U as a mean, G in the scale of the whole loss, of all uses together.
@@ -129,10 +148,10 @@ class Pending:
         ``scale`` is what the loss was multiplied with for the backward pass, if it was.
         """
         power = int(loss_is_mean) if self._power is None else self._power
-        of_g: Number = float(self._terms) ** power
+        of_g: Number = self._count**power
         if scale is not None:
-            of_g = of_g / number(scale.to(next(iter(self._sums.values())).c.device).square())
-        straight, flipped = (self._sums.get(side) for side in (False, True))
+            of_g = of_g / number(scale.to(next(iter(self.sums.values())).c.device).square())
+        straight, flipped = (self.sums.get(side) for side in (False, True))
         found = []
         if straight is not None:
             found.append(straight.scaled(_mean(straight.rows), of_g, d_i, d_o))

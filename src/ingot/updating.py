@@ -13,6 +13,7 @@ from ingot.collecting import CollectingOptimizer
 from ingot.family import NORMS, NUMBERS, SIZES, Settings, Statistics
 from ingot.model import Layer
 from ingot.precision import computable, computing
+from ingot.replicas import share_statistics
 from ingot.rules import Curvature, Factor
 from ingot.scalars import is_any, is_at_hand
 
@@ -56,6 +57,13 @@ class UpdatingOptimizer(CollectingOptimizer):
             one_by_one = len(batch) < MANY and is_at_hand(batch[0].weight)
             for several in [[layer] for layer in batch] if one_by_one else [batch]:
                 self._update_batch(several, settings, updates, scale)
+
+    def _share_statistics(self) -> None:
+        """Let replicas of the model learn from each other's statistics, where there are any."""
+        due = [layer for layer in self._layers.values() if any(tap.is_open for tap in layer.taps)]
+        group = next((tap.replicas for layer in due for tap in layer.taps if tap.replicas is not None), None)
+        if group is not None:
+            share_statistics([(layer, self._begun_factors(layer)) for layer in due], group)
 
     def _update_batch(
         self, layers: list[Layer], settings: Settings, updates: int, scale: Tensor | None
