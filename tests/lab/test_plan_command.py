@@ -74,10 +74,10 @@ def test_other_optimizers_are_planned():
     ("words", "remedy"),
     [
         (["resnet50"], "write 'timm:resnet50', 'hf:gpt2', or"),
-        (["timm:resnet5O"], "timm has no such model, did you mean 'resnet50'"),
+        (["timm:resnet5O"], "timm has no such model; did you mean 'resnet50'"),
         (["hf:gpt-2"], "transformers has no such architecture.* did you mean .*'gpt2'"),
         (["no.such.module:net"], "there is no module 'no.such.module'"),
-        (["users_models:nett"], "no function of that name, did you mean 'net'"),
+        (["users_models:nett"], "has no function 'nett'; did you mean 'net'"),
         (["users_models:of_size"], "write a function without any"),
         (["users_models:nothing"], "returned int, where a model was expected"),
         (["users_models:net", "--batch", "2"], "give --input"),

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import os
-import sys
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ingot.lab.naming import suggestion
+from ingot.lab.own_code import function_named
 from ingot.lab.torchvision_ops import make_torchvision_importable
 
 FORMS = "'timm:resnet50', 'hf:gpt2', or 'package.module:function' for a function that returns a model"
@@ -85,22 +82,7 @@ def _of_transformers(name: str) -> NamedModel:
 
 def _of_function(name: str) -> NamedModel:
     """A function may return a model, or a model and what it is called with."""
-    module_name, _, function_name = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # where a user's own modules are, also if a script was started
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and not module_name.startswith(error.name):
-            raise
-        raise ValueError(f"there is no module {module_name!r} for {name!r}: write {FORMS}") from error
-    functions = [key for key, value in vars(module).items() if callable(value)]
-    if function_name not in functions:
-        raise _unknown(name, f"{module_name!r} has no function of that name", functions)
-    function = getattr(module, function_name)
-    needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-    if any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed):
-        raise ValueError(f"{name!r} wants arguments: write a function without any that returns the model")
+    function = function_named(name, FORMS)
     with torch.device("meta"):
         made = function()
     model, given = made if isinstance(made, tuple) else (made, None)
@@ -116,6 +98,7 @@ def _of_function(name: str) -> NamedModel:
 
 
 def _unknown(name: str, why: str, known: Iterable[str]) -> ValueError:
-    near = get_close_matches(name.partition(":")[2], list(known), n=3)
-    meant = f", did you mean {', '.join(map(repr, near))}?" if near else ""
-    return ValueError(f"{name!r} names no model: {why}{meant or f'; write {FORMS}'}")
+    near = suggestion(name.partition(":")[2], known)
+    return ValueError(
+        f"{name!r} names no model: {why}{near if 'did you mean' in near else f'; write {FORMS}'}"
+    )

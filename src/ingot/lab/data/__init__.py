@@ -1,0 +1,1 @@
+"""Data sets: where they are found, and how they become tensors."""
