@@ -1,0 +1,1 @@
+"""Models that the usual libraries do not have."""
