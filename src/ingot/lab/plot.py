@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +12,91 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 from numpy.typing import ArrayLike, NDArray
 
-from ingot.lab.train import Run
+from ingot.lab.summary import BASELINES, Group
 
-# Okabe and Ito's colours, which colour-blind eyes can tell apart.
-COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#0072B2", "#4D4D4D", "#E69F00", "#56B4E9")
+# Okabe and Ito's colours, which colour-blind eyes can tell apart, and a few more.
+COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#0072B2", "#808080", "#E69F00", "#56B4E9", "#882255", "#999933")
 
 
-def plot_error(runs: Sequence[Run], title: str, dashed: Collection[str] = ()) -> Figure:
-    """Test error against steps and against seconds: the mean over seeds, in a band from lowest to highest.
+def colour(index: int) -> str:
+    """That of the optimizer in this place."""
+    return COLOURS[index % len(COLOURS)]
 
-    Args:
-        runs: Runs that were evaluated at the same steps.
-        title: What was trained on what.
-        dashed: Optimizers to draw with dashed lines, to tell the baselines at a glance.
-    """
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
-    by_step, by_second = figure.subplots(1, 2, sharey=True)
-    for index, name in enumerate(dict.fromkeys(run.optimizer for run in runs)):
-        mine = [run for run in runs if run.optimizer == name]
-        errors = np.array([run.test_error_percent for run in mine])
-        colour, style = COLOURS[index % len(COLOURS)], "--" if name in dashed else "-"
-        for axes, x in (
-            (by_step, mine[0].steps),
-            (by_second, np.mean([run.seconds for run in mine], axis=0)),
-        ):
-            mean = errors.mean(axis=0)
-            draw_band(axes, x, mean, errors, style=style, color=colour, label=name)
-            axes.plot(x[-1], mean[-1], "o", color=colour, markersize=5, clip_on=False)
-    lowest = min(min(run.test_error_percent) for run in runs) or 0.5  # a logarithmic axis has no zero
-    logarithmic(by_step, 0.8 * lowest, 100)
-    by_step.set(xlabel="steps", ylabel="test error (%)")
+
+def is_baseline(label: str) -> bool:
+    """Whether an optimizer is drawn as what others are compared with."""
+    return label.split()[0] in BASELINES
+
+
+class Curves:
+    """One number of all runs of an optimizer, at the evaluations that all of them reached."""
+
+    def __init__(self, group: Group, name: str) -> None:
+        runs = group.finished or group.runs
+        length = min(len(run.records) for run in runs)
+        self.epochs = np.array(runs[0].column("epoch")[:length])
+        self.seconds = np.mean([run.column("seconds")[:length] for run in runs], axis=0)
+        self.values: NDArray[Any] = np.array([run.column(name)[:length] for run in runs], dtype=float)
+
+    @property
+    def mean(self) -> NDArray[Any]:
+        """Over the seeds."""
+        found: NDArray[Any] = self.values.mean(axis=0)
+        return found
+
+
+def plot_error(groups: Sequence[Group], title: str) -> Figure:
+    """The error against epochs and against seconds: the mean over seeds, in a band from lowest to highest."""
+    figure = Figure(figsize=(10, 4.8), layout="constrained")
+    by_epoch, by_second = figure.subplots(1, 2, sharey=True)
+    lowest, highest = np.inf, 0.0
+    for index, group in enumerate(groups):
+        curves = Curves(group, "error")
+        style = "--" if is_baseline(group.label) else "-"
+        for axes, x in ((by_epoch, curves.epochs), (by_second, curves.seconds)):
+            draw_band(
+                axes, x, curves.mean, curves.values, style=style, color=colour(index), label=group.label
+            )
+            axes.plot(x[-1], curves.mean[-1], "o", color=colour(index), markersize=5, clip_on=False)
+        finite = curves.values[np.isfinite(curves.values) & (curves.values > 0)]
+        if finite.size:
+            lowest, highest = min(lowest, finite.min()), max(highest, finite.max())
+    name = groups[0].runs[0].error_name
+    if np.isfinite(lowest):
+        logarithmic(by_epoch, 0.85 * lowest, 1.05 * highest)
+    by_epoch.set(xlabel="epochs", ylabel=name)
     by_second.set(xlabel="seconds of training (evaluation not counted)")
-    for axes in (by_step, by_second):
+    for axes in (by_epoch, by_second):
         axes.set_xlim(left=0)
         tidy(axes)
-    seeds = len({run.seed for run in runs})
+    seeds = max(len(group.runs) for group in groups)
     note = f"mean over {seeds} seeds, band from lowest to highest" if seeds > 1 else "one seed"
-    figure.suptitle(f"{title}: test error while training\n({note})", fontsize=11)
-    handles, labels = by_step.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.suptitle(f"{title}\n({note})", fontsize=11)
+    handles, labels = by_epoch.get_legend_handles_labels()
+    columns = min(len(labels), 4)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    return figure
+
+
+def plot_memory(groups: Sequence[Group], title: str) -> Figure:
+    """Bars of what optimizers keep, and of the most that training takes."""
+    measured = [group for group in groups if group.mean_bytes("peak_bytes")]
+    figure = Figure(figsize=(10, 1.2 + 0.36 * len(groups)), layout="constrained")
+    panels = figure.subplots(1, 2 if measured else 1, sharey=True, squeeze=False)[0]
+    titles = {"state_bytes": "state of the optimizer", "peak_bytes": "peak of a training step"}
+    for axes, (name, heading) in zip(panels, titles.items(), strict=False):
+        values = [group.mean_bytes(name) / 2**20 for group in groups]
+        places = np.arange(len(groups))
+        axes.barh(places, values, color=[colour(index) for index in range(len(groups))], height=0.7)
+        axes.bar_label(axes.containers[0], [f" {value:.3g}" for value in values], fontsize=8)
+        axes.set_yticks(places, [group.label for group in groups])
+        axes.set_xlim(0, 1.15 * max(values) or 1)
+        axes.set(xlabel="MiB", title=heading)
+        axes.title.set_fontsize(10)
+        tidy(axes)
+        axes.grid(visible=False, axis="y")
+    panels[0].invert_yaxis()  # and with it the other, which shares the axis
+    figure.suptitle(title, fontsize=11)
     return figure
 
 
@@ -72,11 +118,16 @@ def logarithmic(axes: Axes, lowest: float, highest: float) -> None:
     """A logarithmic y axis with plain numbers."""
     axes.set_yscale("log")
     axes.set_ylim(lowest, highest)
-    decades = (0.01, 0.1, 1, 10, 100)
-    ticks = [factor * decade for decade in decades for factor in (1, 2, 5)]
-    axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if lowest <= tick <= highest]))
+    axes.yaxis.set_major_locator(FixedLocator(plain_ticks(lowest, highest)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+
+
+def plain_ticks(lowest: float, highest: float) -> list[float]:
+    """Round numbers for a logarithmic axis, as many as there is room for."""
+    factors = (1, 2, 5) if highest > 8 * lowest else (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
+    ticks = [factor * 10.0**decade for decade in range(-9, 10) for factor in factors]
+    return [tick for tick in ticks if lowest <= tick <= highest]
 
 
 def tidy(axes: Axes) -> None:
