@@ -19,17 +19,17 @@ from ingot.lab.precision import (
     inverses,
     is_positive,
 )
-from ingot.lab.precision_report import diverged, markdown_report, plot, records, table_rows
-from ingot.lab.report import write_records
-from ingot.lab.train import Run, Schedule, train
+from ingot.lab.precision_report import diverged, markdown_report, plot, table_rows, write
+from ingot.lab.records import Record, Run
+from ingot.lab.training import Loop, Trainer
 from tests.lab.command import finish
 
-STEPS = 11
+STEPS = 21  # of one epoch
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    return finish(tmp_path_factory, "precision", STEPS)
+    return finish(tmp_path_factory, "precision", "--epochs", "1")
 
 
 def read(path):
@@ -51,43 +51,39 @@ def test_every_setting_is_trained_in_both_precisions(finished):
     for one, other in zip(found[::2], found[1::2], strict=True):
         assert [one["precision"], other["precision"]] == list(PRECISIONS)
         assert [one[key] for key in keys] == [other[key] for key in keys]
-        assert [run["steps"] for run in one["runs"]] == [[0, 10, STEPS]]
+        assert [[line["step"] for line in run["records"]] for run in one["runs"]] == [[0, STEPS]]
         # The same start, but for rounding.
-        assert one["runs"][0]["test_loss"][0] == pytest.approx(other["runs"][0]["test_loss"][0], rel=0.02)
-        # KFAC's inverses of two factors of three layers, seen at the tenth step.
-        assert one["inverses_seen"] == (6 if one["optimizer"] == "KFAC" else 0)
+        first, its = (found["runs"][0]["records"][0]["test_loss"] for found in (one, other))
+        assert first == pytest.approx(its, rel=0.02)
+        # KFAC's inverses of two factors of three layers, seen at the tenth and the twentieth step.
+        assert one["inverses_seen"] == (12 if one["optimizer"] == "KFAC" else 0)
 
 
 def test_report_has_the_records_numbers(finished):
     out, printed = finished
     report = (out / "report.md").read_text(encoding="utf-8")
     result = read(out / "records.json")["results"][0]
-    loss = result["runs"][0]["test_loss"][-1]
+    loss = result["runs"][0]["records"][-1]["test_loss"]
     assert f"| SINGD | paper, λ = 0.0001 | {loss:.3f} | " in report
     assert f"{loss:.3f}" in printed
     assert f"| steps | {STEPS} |" in report
 
 
 def test_bfloat16_is_pure():
-    task = in_precision(precision.task(), "bfloat16")
-    kept = []
-
-    def make(model):
-        kept.append(TUNED[0].make(model))
-        return kept[0]
-
-    train(task, "SINGD", 0, Schedule(3), make=make)
-    assert {p.dtype for p in kept[0].state} == {torch.bfloat16}
-    values = [value for state in kept[0].state.values() for value in state.values()]
+    trainer = Trainer(in_precision(precision.task(), "bfloat16"), TUNED[0], 0, Loop(epochs=1))
+    trainer.train()
+    optimizer = trainer.plain_optimizer
+    assert {p.dtype for p in optimizer.state} == {torch.bfloat16}
+    values = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [value for value in values if isinstance(value, torch.Tensor) and value.numel() > 1]
     assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
 
 
-def test_a_run_that_blows_up_is_recorded_to_its_end():
+@pytest.mark.filterwarnings("ignore::ingot.HealthWarning")
+def test_a_run_that_blows_up_is_known_to_have():
     wild = Setting("KFAC", 1e-3, 1e30, 0.1)
-    (result,) = compare(precision.task(), [wild], Schedule(12), [0], Console(quiet=True))
+    (result,) = compare(precision.task(), [wild], Loop(epochs=1), [0], Console(quiet=True))
     for runs in result.runs.values():
-        assert [run.steps for run in runs] == [[0, 10, 12]]
         assert all(map(diverged, runs))
 
 
@@ -98,8 +94,9 @@ def fabricated(bfloat16_ends: list[float]) -> list[Result]:
         for name, runs in result.runs.items():
             is_kfac = result.setting.optimizer == "KFAC" and name == "bfloat16"
             for seed, end in enumerate(bfloat16_ends if is_kfac else [0.1, 0.3]):
-                run = Run(result.setting.optimizer, seed, result.setting.lr)
-                run.steps, run.test_loss = [0, 10], [2.3, end]
+                run = Run("t", result.setting.optimizer, seed, {})
+                for step, loss in ((0, 2.3), (10, end)):
+                    run.records.append(Record(step, step, step, 0.1, loss, loss, loss, 0))
                 runs.append(run)
     return results
 
@@ -121,10 +118,10 @@ def test_diverged_runs_are_shown_as_such(ends, shown, tmp_path):
     assert rows["SINGD"] == ("0.200 ± 0.141", "0.200 ± 0.141", "+0.0%", "+0.0")
     assert f"| {shown[0]} |" in markdown_report(results, {"task": "t"}, searched_now=False)
     lost = sum(map(diverged, results[2].runs["bfloat16"]))
-    write_records(tmp_path / "records.json", {"results": records(results)})
+    write(tmp_path, results, {"task": "t"}, searched_now=False)
     of_kfac = read(tmp_path / "records.json")["results"][5]
     assert [run["diverged"] for run in of_kfac["runs"]].count(True) == lost
-    assert of_kfac["runs"][1]["test_loss"][1] == (ends[1] if isfinite(ends[1]) else None)
+    assert of_kfac["runs"][1]["records"][1]["test_loss"] == (ends[1] if isfinite(ends[1]) else None)
 
 
 def test_the_figure_bears_runs_that_diverged(tmp_path):
@@ -138,7 +135,7 @@ def test_tuning_finds_the_better_rates_and_keeps_the_rest(monkeypatch):
     monkeypatch.setattr(precision, "LRS", (1e-6, 1e-2))
     monkeypatch.setattr(precision, "PRECOND_LRS", (0.02,))
     monkeypatch.setattr(precision, "TUNED", (Setting("AdamW", None, 1.0), Setting("IKFAC", 0.1, 1.0, 1.0)))
-    tuned = precision.tune(precision.task(), Schedule(20), Console(quiet=True))
+    tuned = precision.tune(precision.task(), Loop(epochs=1), Console(quiet=True))
     assert tuned == [Setting("AdamW", None, 1e-2), Setting("IKFAC", 0.1, 1e-2, 0.02)]
 
 

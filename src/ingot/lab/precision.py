@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count, cycle, pairwise, product
 from math import inf, isfinite, isqrt
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from ingot import IKFAC, KFAC, PAPER, SINGD
-from ingot.lab.digits import digits
 from ingot.lab.progress import Job, train_all
-from ingot.lab.train import Run, Schedule, Task, Watcher, train
+from ingot.lab.recipes.digits import split_digits
+from ingot.lab.records import Run
+from ingot.lab.task import Task, Tensors, Training
+from ingot.lab.training import Loop, Trainer
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FAMILY = {"SINGD": SINGD, "IKFAC": IKFAC, "KFAC": KFAC}
@@ -43,7 +45,18 @@ class Setting:
     def __str__(self) -> str:
         return "defaults" if self.damping is None else f"paper, λ = {self.damping:g}"
 
-    def make(self, model: nn.Module) -> Optimizer:
+    @property
+    def label(self) -> str:
+        """Its name in a report."""
+        return f"{self.optimizer}, {self}"
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What it is set to."""
+        return asdict(self)
+
+    def make(self, model: nn.Module, common: Mapping[str, Any] | None = None) -> Optimizer:
+        """The optimizer of a model."""
         if self.optimizer not in FAMILY:
             return AdamW(model.parameters(), lr=self.lr)
         if self.damping is None:
@@ -88,18 +101,25 @@ def perceptron() -> nn.Module:
 
 def task() -> Task:
     """Handwritten digits for a perceptron."""
-    return replace(digits(), title="Perceptron on scikit-learn's digits", model=perceptron)
+    train_x, train_y, test_x, test_y = split_digits()
+    return Task(
+        title="Perceptron on scikit-learn's digits",
+        model=perceptron,
+        train=Tensors(train_x, train_y),
+        test=Tensors(test_x, test_y),
+        training=Training(epochs=10, short_floats=False),
+    )
 
 
 def in_precision(task: Task, precision: str) -> Task:
     """The same task, with images and a model (so gradients, momenta and factors) of another precision."""
     dtype = PRECISIONS[precision]
-    return replace(
-        task,
-        train_x=task.train_x.to(dtype),
-        test_x=task.test_x.to(dtype),
-        model=lambda: task.model().to(dtype),
-    )
+
+    def cast(data: Any) -> Tensors:
+        images, labels = data.tensors
+        return Tensors(images.to(dtype), labels)
+
+    return replace(task, train=cast(task.train), test=cast(task.test), model=lambda: task.model().to(dtype))
 
 
 # --- Training ---------------------------------------------------------------------------------------------
@@ -115,23 +135,42 @@ class Result:
         default_factory=lambda: {precision: [] for precision in PRECISIONS}
     )
 
-    def job(self, task: Task, precision: str, schedule: Schedule) -> Job:
-        def train_once(seed: int, watch: Watcher) -> Run:
-            make = partial(self._make, self.positive[precision])
-            run = train(in_precision(task, precision), self.setting.optimizer, seed, schedule, watch, make)
-            self.runs[precision].append(run)
-            return run
+    def job(self, task: Task, precision: str, loop: Loop) -> Job:
+        """Its runs in a precision."""
+        watched = Watched(self.setting, self.positive[precision])
+        its_task = in_precision(task, precision)
+        return Job(
+            self.setting.optimizer,
+            lambda seed: Trainer(its_task, watched, seed, loop),
+            f"{precision}, {self.setting}",
+            lambda _, run: self.runs[precision].append(run),
+        )
 
-        return Job(self.setting.optimizer, schedule.steps, train_once, f"{precision}, {self.setting}")
 
-    def _make(self, positive: list[bool], model: nn.Module) -> Optimizer:
-        """The optimizer; at every tenth step it notes which of its inverses are positive definite."""
-        optimizer = self.setting.make(model)
-        steps = count(1)
+@dataclass(frozen=True)
+class Watched:
+    """A setting whose optimizer notes, at every tenth step, which of its inverses are positive definite."""
+
+    setting: Setting
+    positive: list[bool]
+
+    @property
+    def label(self) -> str:
+        """Its name in a report."""
+        return self.setting.label
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What it is set to."""
+        return self.setting.settings
+
+    def make(self, model: nn.Module, common: Mapping[str, Any] | None = None) -> Optimizer:
+        """The optimizer of a model."""
+        optimizer, steps = self.setting.make(model), count(1)
 
         def look(optimizer: Optimizer, *_: object) -> None:
             if next(steps) % 10 == 0:
-                positive.extend(map(is_positive, inverses(optimizer)))
+                self.positive.extend(map(is_positive, inverses(optimizer)))
 
         optimizer.register_step_post_hook(look)
         return optimizer
@@ -155,11 +194,11 @@ def is_positive(matrix: Tensor) -> bool:
 
 
 def compare(
-    task: Task, settings: Sequence[Setting], schedule: Schedule, seeds: Sequence[int], console: Console
+    task: Task, settings: Sequence[Setting], loop: Loop, seeds: Sequence[int], console: Console
 ) -> list[Result]:
     """Train with every setting in every precision."""
     results = [Result(setting) for setting in settings]
-    jobs = [result.job(task, precision, schedule) for result in results for precision in PRECISIONS]
+    jobs = [result.job(task, precision, loop) for result in results for precision in PRECISIONS]
     train_all(jobs, seeds, console)
     return results
 
@@ -172,28 +211,24 @@ TUNING_SEEDS = (1000, 1001)
 HELD_OUT = 300
 
 
-def tune(task: Task, schedule: Schedule, console: Console) -> list[Setting]:
+def tune(task: Task, loop: Loop, console: Console) -> list[Setting]:
     """The best learning rates for float32, of each optimizer at each damping.
 
     Judged by the loss on training examples that were held out, after the last step, on average over seeds
     that the study does not use. The test set has no say.
     """
-    task = replace(
-        task,
-        train_x=task.train_x[:-HELD_OUT],
-        train_y=task.train_y[:-HELD_OUT],
-        test_x=task.train_x[-HELD_OUT:],
-        test_y=task.train_y[-HELD_OUT:],
+    assert isinstance(task.train, Tensors)
+    kept, held_out = (
+        [t[part] for t in task.train.tensors] for part in (slice(-HELD_OUT), slice(-HELD_OUT, None))
     )
+    task = replace(task, train=Tensors(*kept), test=Tensors(*held_out))
     tried = [candidate for setting in TUNED for candidate in candidates(setting)]
-    jobs = [
-        Job(s.optimizer, schedule.steps, partial(_train_setting, task, s, schedule), f"tuning, {s}")
-        for s in tried
-    ]
+    jobs = [Job(s.optimizer, partial(_trainer, task, s, loop), f"tuning, {s}, lr {s.lr:g}") for s in tried]
     runs = train_all(jobs, TUNING_SEEDS, console)
     losses: dict[Setting, float] = dict.fromkeys(tried, 0.0)
     for setting, run in zip(cycle(tried), runs, strict=False):
-        losses[setting] += run.test_loss[-1] if isfinite(run.test_loss[-1]) else inf
+        loss = run.records[-1].test_loss
+        losses[setting] += loss if isfinite(loss) else inf
     return [min(candidates(setting), key=losses.__getitem__) for setting in TUNED]
 
 
@@ -203,5 +238,5 @@ def candidates(setting: Setting) -> list[Setting]:
     return [replace(setting, lr=lr, precond_lr=precond_lr) for lr, precond_lr in rates]
 
 
-def _train_setting(task: Task, setting: Setting, schedule: Schedule, seed: int, watch: Watcher) -> Run:
-    return train(task, setting.optimizer, seed, schedule, watch, setting.make)
+def _trainer(task: Task, setting: Setting, loop: Loop, seed: int) -> Trainer:
+    return Trainer(task, setting, seed, loop)

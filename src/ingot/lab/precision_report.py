@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -25,8 +27,8 @@ from ingot.lab.precision import (
     TUNING_SEEDS,
     Result,
 )
-from ingot.lab.report import markdown_table, mean_and_spread, record
-from ingot.lab.train import Run
+from ingot.lab.records import Run, in_json
+from ingot.lab.tables import markdown_table, mean_and_spread
 
 # --- Table and text ---------------------------------------------------------------------------------------
 
@@ -36,7 +38,7 @@ SETTINGS_COLUMNS = ("optimizer", "settings", "lr", "precond_lr")
 
 def diverged(run: Run) -> bool:
     """Whether a run ended above the loss that it began with, or with none at all."""
-    return not run.test_loss[-1] <= run.test_loss[0]
+    return not run.records[-1].test_loss <= run.records[0].test_loss
 
 
 def table_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
@@ -61,7 +63,7 @@ def settings_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
 
 
 def _loss_text(runs: Sequence[Run]) -> str:
-    losses = [run.test_loss[-1] for run in runs if not diverged(run)]
+    losses = [run.records[-1].test_loss for run in runs if not diverged(run)]
     lost = len(runs) - len(losses)
     if not losses:
         return f"diverged, {lost} of {lost}"
@@ -72,7 +74,7 @@ def _changes(float32: Sequence[Run], bfloat16: Sequence[Run]) -> tuple[str, str]
     """How much higher the loss is in bfloat16: relative, and in standard deviations of float32's seeds."""
     if any(map(diverged, (*float32, *bfloat16))):
         return "diverged", "–"
-    before, after = ([run.test_loss[-1] for run in runs] for runs in (float32, bfloat16))
+    before, after = ([run.records[-1].test_loss for run in runs] for runs in (float32, bfloat16))
     change = fmean(after) - fmean(before)
     spread = stdev(before) if len(before) > 1 else 0.0
     return f"{change / fmean(before):+.1%}", f"{change / spread:+.1f}" if spread else "–"
@@ -86,11 +88,27 @@ def records(results: Sequence[Result]) -> list[dict[str, Any]]:
             "precision": precision,
             "inverses_seen": len(result.positive[precision]),
             "inverses_not_positive": result.positive[precision].count(False),
-            "runs": [record(run) | {"diverged": diverged(run)} for run in runs],
+            "runs": [in_json(asdict(run)) | {"diverged": diverged(run)} for run in runs],
         }
         for result in results
         for precision, runs in result.runs.items()
     ]
+
+
+def settings(results: Sequence[Result]) -> dict[str, object]:
+    """Everything that a reader needs to know to run this again."""
+    run = results[0].runs["float32"][0]
+    told = ("parameters", "training examples", "test examples", "epochs", "steps", "batch size", "schedule")
+    seeds = {"task": run.task, "seeds": len(results[0].runs["float32"])}
+    return seeds | {key: run.settings[key] for key in (*told, "threads", "torch", "ingot")}
+
+
+def write(out: Path, results: Sequence[Result], settings: Mapping[str, object], searched_now: bool) -> None:
+    """The report and the records as files."""
+    content = {"settings": settings, "results": records(results)}
+    text = json.dumps(in_json(content), indent=1, allow_nan=False)
+    (out / "records.json").write_text(text + "\n", encoding="utf-8")
+    (out / "report.md").write_text(markdown_report(results, settings, searched_now), encoding="utf-8")
 
 
 def markdown_report(results: Sequence[Result], settings: Mapping[str, object], searched_now: bool) -> str:
@@ -145,7 +163,7 @@ def plot(results: Sequence[Result], title: str) -> Figure:
     """Test losses: a column for each optimizer of the family, a row for each thing to see."""
     figure = Figure(figsize=(10, 9), layout="constrained")
     of_setting = {(result.setting.optimizer, result.setting.damping): result for result in results}
-    losses = [run.test_loss[-1] for r in results for runs in r.runs.values() for run in runs]
+    losses = [run.records[-1].test_loss for r in results for runs in r.runs.values() for run in runs]
     lowest = 0.8 * min(filter(isfinite, losses), default=1)
     axes: Any = figure.subplots(3, len(FAMILY), sharey=True)  # a type that depends on the numbers
     for name, (shown, ends, defaults) in zip(FAMILY, axes.T, strict=True):
@@ -172,8 +190,8 @@ def _draw_curves(axes: Axes, result: Result) -> None:
     """The whole runs of a setting."""
     for precision, runs in result.runs.items():
         style, colour = STYLES[precision]
-        losses = _bounded([run.test_loss for run in runs])
-        steps = runs[0].steps
+        steps = max((run.column("step") for run in runs), key=len)
+        losses = _bounded([_to_the_end(run.column("test_loss"), len(steps)) for run in runs])
         draw_band(axes, steps, np.median(losses, axis=0), losses, style=style, color=colour, label=precision)
         axes.plot(steps, losses.T, color=colour, linewidth=0.6, alpha=0.5)
         _mark_diverged(axes, steps[-1], runs, colour)
@@ -185,7 +203,9 @@ def _draw_ends(axes: Axes, results: Sequence[Result]) -> None:
     """The ends of the runs of several dampings: a dot for each, and a line through the medians."""
     for (precision, (style, colour)), beside in zip(STYLES.items(), (0.9, 1.1), strict=True):
         x = beside * np.array(DAMPINGS)
-        losses = _bounded([[run.test_loss[-1] for run in result.runs[precision]] for result in results])
+        losses = _bounded(
+            [[run.records[-1].test_loss for run in result.runs[precision]] for result in results]
+        )
         axes.plot(x, np.median(losses, axis=1), style, color=colour, linewidth=1.8)
         axes.plot(x, losses, "o", color=colour, markersize=4, alpha=0.5, markeredgewidth=0)
         for place, result in zip(x, results, strict=True):
@@ -193,6 +213,11 @@ def _draw_ends(axes: Axes, results: Sequence[Result]) -> None:
     axes.set_xscale("log")
     axes.set_xlim(DAMPINGS[0] / 2, DAMPINGS[-1] * 2)
     axes.set_xlabel("damping")
+
+
+def _to_the_end(losses: list[float], length: int) -> list[float]:
+    """The losses of a run, which has none after it diverged."""
+    return losses + [np.nan] * (length - len(losses))
 
 
 def _bounded(losses: Sequence[Sequence[float]]) -> NDArray[Any]:
