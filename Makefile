@@ -18,8 +18,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@
 
-demo: setup ## Train on handwritten digits with five optimizers; writes a figure and a table to runs/demo
-	$(BIN)/python -m ingot.lab demo --out runs/demo
+demo: setup ## Compare seven optimizers on handwritten digits; writes a report with figures to runs/demo
+	$(BIN)/python -m ingot.lab compare digits --seeds 3 --threads 1 --out runs/demo
 
 precision: setup ## Train in bfloat16 and in float32 and compare; writes a figure and a report to runs/precision
 	$(BIN)/python -m ingot.lab precision --out runs/precision

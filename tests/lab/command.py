@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ingot.lab.cli import app
+from ingot.lab.commands import app
 
 
 def invoke(*words: str):
     return CliRunner(env={"COLUMNS": "120"}).invoke(app, words)
 
 
-def finish(directories: pytest.TempPathFactory, command: str, steps: int) -> tuple[Path, str]:
+def finish(directories: pytest.TempPathFactory, command: str, *words: str) -> tuple[Path, str]:
     """The output directory of a short run of a command, and what it printed."""
     out = directories.mktemp("lab") / "new" / command
-    result = invoke(command, "--steps", str(steps), "--seeds", "1", "--out", str(out))
+    result = invoke(command, *words, "--seeds", "1", "--out", str(out))
     assert result.exit_code == 0, result.output
     return out, result.stdout
 
