@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 
 import ingot
+from ingot.lab import peers
 from ingot.stability import SETTLED_STEPS
 
 # So small that nothing diverges in a few hundred steps on random labels: times do not depend on the learning
@@ -36,22 +35,7 @@ OFFICIAL_NAMES: Mapping[str, str] = {
 """Ingot's text for each structure of the official package, and the official name of it."""
 
 
-class Together:
-    """Optimizers of one model's different parameters, stepped as one."""
-
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        self.parts = parts
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
-
-    def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad()
-
-
-Steps: TypeAlias = torch.optim.Optimizer | Together
+Steps: TypeAlias = torch.optim.Optimizer
 Maker: TypeAlias = Callable[[nn.Module], Steps]
 
 
@@ -171,16 +155,7 @@ def _first_order() -> Iterator[Contender]:
 
 
 def _muon(model: nn.Module) -> Steps:
-    """Muon on the weights of linear layers, AdamW on the rest: it takes nothing but matrices."""
-    linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    return _with_adamw(torch.optim.Muon(linear, lr=LR), model)
-
-
-def _with_adamw(optimizer: torch.optim.Optimizer, model: nn.Module) -> Steps:
-    """AdamW beside an optimizer that leaves some parameters untrained."""
-    trained = {p for group in optimizer.param_groups for p in group["params"]}
-    rest = [p for p in model.parameters() if p not in trained]
-    return Together(optimizer, torch.optim.AdamW(rest, lr=LR)) if rest else optimizer
+    return peers.muon(model, lr=LR)
 
 
 def _official_ones(intervals: Sequence[int], per_token: bool) -> Iterator[Contender]:
@@ -198,39 +173,20 @@ def _official_ones(intervals: Sequence[int], per_token: bool) -> Iterator[Conten
 
 
 def _official(structure: str, every: int, per_token: bool, model: nn.Module) -> Steps:
-    """The official SINGD with AdamW on what it leaves untrained, as ours has: both train every parameter."""
-    optimizer = _quietly("singd.optim.optimizer").SINGD(
-        model,
-        lr=LR,
-        weight_decay=1e-2,
-        alpha1=0.0,
-        lr_cov=1e-3,
-        T=every,
-        structures=(structure, structure),
-        loss_average="batch+sequence" if per_token else "batch",
-        warn_unsupported=False,
-    )
-    return _with_adamw(optimizer, model)
+    average = "batch+sequence" if per_token else "batch"
+    settings = {"weight_decay": 1e-2, "alpha1": 0.0, "lr_cov": 1e-3, "T": every, "loss_average": average}
+    return peers.official_singd(model, lr=LR, structure=structure, **settings)
 
 
 def _soap(every: int, model: nn.Module) -> Steps:
-    return _quietly("pytorch_optimizer").SOAP(model.parameters(), lr=LR, precondition_frequency=every)
+    return peers.soap(model, lr=LR, precondition_frequency=every)
 
 
 def _shampoo(every: int, model: nn.Module) -> Steps:
-    # Without momentum: it would precondition what it has preconditioned before, and diverge at any rate.
-    settings = {"lr": LR, "preconditioning_compute_steps": every}
-    return _quietly("pytorch_optimizer").Shampoo(model.parameters(), **settings)
+    return peers.shampoo(model, lr=LR, preconditioning_compute_steps=every)
 
 
 def _psgd(every: int, model: nn.Module) -> Steps:
-    heavyball = _quietly("heavyball")
+    heavyball = peers.quietly("heavyball")
     heavyball.utils.compile_mode = None  # like all others: compiling one model's step took minutes
     return heavyball.PSGDKron(model.parameters(), lr=LR, preconditioner_update_probability=1 / every)
-
-
-def _quietly(module: str) -> Any:
-    """A peer's module, without what it warns of while it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return import_module(module)

@@ -6,29 +6,17 @@ moment.
 
 from __future__ import annotations
 
-import gc
-import json
-import tempfile
 import warnings
 from collections.abc import Callable
-from itertools import accumulate
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from benchmarks.contenders import Maker
 from benchmarks.measured import Memory
 from benchmarks.workloads import Batch, training_loss
-
-
-class Span(NamedTuple):
-    """The allocations in a recorded span."""
-
-    totals: list[int]  # bytes that are allocated after each allocation and release
-    largest: int  # bytes of the largest single allocation
+from ingot.lab.memory import Span, spans_of
 
 
 def measure(
@@ -70,32 +58,11 @@ def training(
                 optimizer.zero_grad()
                 del inputs, labels
 
-    return spans_of(run, ("model", "plain", "update"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(singd|pytorch_optimizer|heavyball)\b")
+        return spans_of(run, ("model", "plain", "update"))
 
 
 def kept_bytes(spans: dict[str, Span]) -> int:
     """What is allocated at the end, the model left out."""
     return spans["update"].totals[-1] - spans["model"].totals[-1]
-
-
-def spans_of(run: Callable[[], None], names: tuple[str, ...]) -> dict[str, Span]:
-    """The allocations in those spans that a function records under these names."""
-    gc.collect()  # so that nothing older is freed meanwhile
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"(singd|pytorch_optimizer|heavyball)\b")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            run()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiled.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    memory = sorted(
-        (event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"
-    )
-    totals = list(accumulate(size for _, size in memory))
-    found = {}
-    for span in (event for event in events if event.get("name") in names and "dur" in event):
-        begin, end = span["ts"], span["ts"] + span["dur"]
-        inside = [i for i, (time, _) in enumerate(memory) if begin <= time <= end]
-        found[span["name"]] = Span([totals[i] for i in inside], max(memory[i][1] for i in inside))
-    return found

@@ -20,7 +20,7 @@ import ingot
 from benchmarks import memory
 from benchmarks.measured import Memory
 from benchmarks.report import write_between
-from ingot.lab.report import markdown_table
+from ingot.lab.tables import markdown_table
 from ingot.lab.torchvision_ops import make_torchvision_importable
 
 PAGE = Path(__file__).parents[1] / "docs" / "precision.md"

@@ -19,7 +19,7 @@ from benchmarks.targets import (
     step,
     update_step,
 )
-from ingot.lab.report import markdown_table
+from ingot.lab.tables import markdown_table
 
 NAMES = {"mlp": "MLP", "vgg": "VGG", "vit": "ViT", "gpt": "GPT"}
 NOTHING = "–"

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy
 
 from ingot import IKFAC, SINGD
-from ingot.lab.digits import digits
-from ingot.lab.train import batches
+from ingot.lab.recipes.digits import split_digits
 from ingot.structures import bind, parse, registered
 
 # Everything that has a name as it is, and the combinators, which need arguments.
@@ -22,8 +21,8 @@ WIDTHS = (16, 12, 10)
 @cache
 def _data() -> tuple[Tensor, Tensor]:
     """Handwritten digits of 4x4 pixels."""
-    task = digits()
-    return avg_pool2d(task.train_x, 2).flatten(1).bfloat16(), task.train_y
+    images, labels, *_ = split_digits()
+    return avg_pool2d(images, 2).flatten(1).bfloat16(), labels
 
 
 def _model() -> nn.Module:
@@ -34,7 +33,9 @@ def _model() -> nn.Module:
 def _train(model, optimizer, steps: int) -> list[float]:
     x, y = _data()
     losses = []
-    for _, batch in zip(range(steps), batches(len(y), 32, seed=0), strict=False):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        batch = torch.randint(len(y), (32,), generator=generator)
         optimizer.zero_grad()
         loss = cross_entropy(model(x[batch]), y[batch])
         loss.backward()

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import ingot
 from ingot import IKFAC, KFAC, SINGD, rules
 from ingot.costs import Flops
+from ingot.lab.memory import state_bytes
 from ingot.lab.named_models import named_model
-from ingot.lab.train import state_bytes
 from ingot.rules import Factor
 from ingot.structures import bind, parse
 from tests.behaviour.training import hooks

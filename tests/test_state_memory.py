@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from benchmarks import state_memory
-from ingot.lab.train import state_bytes
+from ingot.lab.memory import state_bytes
 
 SMALL = {"vit": {"width": 48, "depth": 2}, "vgg16": {"width": 8}}
 
