@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -203,6 +204,18 @@ def shared_by_two(folder: Path, url: str) -> None:
     each = [sum(line.startswith("trial") for line in text.splitlines()) for text in said]
     assert sum(each) == len(done)
     assert all(each)
+
+
+def test_all_may_begin_at_once(tmp_path):
+    """Whoever comes second finds tables half made."""
+
+    def begin(url: str) -> None:
+        with opened(url):
+            pass
+
+    with ThreadPoolExecutor(6) as pool:
+        for number in range(5):
+            list(pool.map(begin, [f"sqlite:///{tmp_path / str(number)}.db"] * 6))
 
 
 def test_two_processes_share_a_file(tmp_path):

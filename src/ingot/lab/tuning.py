@@ -5,6 +5,7 @@ A study is kept in a storage that several processes and machines may share, and 
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -108,21 +109,30 @@ def storage_of(url: str) -> RDBStorage:
     if url.startswith("sqlite"):
         Path(url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         options = {"connect_args": {"timeout": 60}}  # for several processes that write
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return RDBStorage(
-                url,
-                engine_kwargs=options,
-                heartbeat_interval=HEARTBEAT,
-                grace_period=4 * HEARTBEAT,
-                heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=3),
-            )
-    except Exception as error:  # whatever the database's driver raises
-        raise ValueError(
-            f"the storage {url!r} cannot be used: {error}\nWrite sqlite:///FILE.db, or "
-            "postgresql://USER:PASSWORD@HOST/DATABASE with a driver installed: pip install 'psycopg[binary]'"
-        ) from error
+    for is_last in (False, False, True):
+        try:
+            return _storage(url, options)
+        except Exception as error:  # whatever the database's driver raises
+            if is_last:
+                raise ValueError(
+                    f"the storage {url!r} cannot be used: {error}\nWrite sqlite:///FILE.db, or "
+                    "postgresql://USER:PASSWORD@HOST/DATABASE with a driver installed: "
+                    "pip install 'psycopg[binary]'"
+                ) from error
+            time.sleep(0.5)  # processes that begin at once make the same tables: one of them is in time
+    raise AssertionError
+
+
+def _storage(url: str, options: Mapping[str, Any]) -> RDBStorage:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return RDBStorage(
+            url,
+            engine_kwargs=dict(options),
+            heartbeat_interval=HEARTBEAT,
+            grace_period=4 * HEARTBEAT,
+            heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=3),
+        )
 
 
 @contextmanager
