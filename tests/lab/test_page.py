@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ingot.lab.page import write_report
-from ingot.lab.plot import plot_memory
+from ingot.lab.plot import plot_layers, plot_memory
 from ingot.lab.records import Record, Run
 from ingot.lab.summary import by_task, columns, rows
 
@@ -91,7 +91,7 @@ def test_files(tmp_path):
     assert found == {
         "report.html",
         "report.md",
-        *(f"{n}.{k}" for n in ("error", "memory") for k in ("png", "svg")),
+        *(f"{n}.{k}" for n in ("error", "loss", "memory", "layers_SINGD_diagonal") for k in ("png", "svg")),
     }
     text = page.read_text(encoding="utf-8")
     assert not re.findall(
@@ -99,6 +99,14 @@ def test_files(tmp_path):
     )
     assert "SINGD &lt;diagonal&gt;" in text
     assert "| SINGD <diagonal> |" in (page.parent / "report.md").read_text(encoding="utf-8")
+
+
+def test_layers_have_a_panel_for_each_kind():
+    (groups,) = by_task(all_runs()).values()
+    panels = [axes for axes in plot_layers(groups[-1], "A task").axes if axes.get_visible()]
+    assert [axes.get_title() for axes in panels] == ["gain", "size"]
+    assert [line.get_label() for line in panels[0].lines] == ["0", "1"]
+    assert panels[0].lines[0].get_ydata().tolist() == [1.0, 2.0, 3.0]
 
 
 def test_bars_are_in_the_order_of_the_table():

@@ -83,6 +83,7 @@ def test_the_page_tells_trials_that_were_given_up_from_those_that_ended(tmp_path
     assert shown.index("<td>0.2000</td>") < shown.index("<td>0.3000</td>")
     assert "<td>0.5000</td>" not in shown
     assert list(importances(study)) == ["lr"]
+    assert (tmp_path / "importances_a_study.svg").is_file()
 
 
 def test_a_graph_has_nodes_for_a_search(tmp_path):

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
+from matplotlib.figure import Figure
 from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
-from ingot.lab import summary
+from ingot.lab import plot, summary
 from ingot.lab.comparing import folder_name
-from ingot.lab.plot import Curves, colour, is_baseline, plain_ticks, plot_error, plot_memory, save
+from ingot.lab.plot import Curves, colour, is_baseline, keys_of, plain_ticks, split_key
 from ingot.lab.records import Run
 from ingot.lab.summary import Group, by_task
 from ingot.lab.tables import markdown_table
+from ingot.lab.tuning import complete, importances, is_finished
 
 STYLE = """
 :root { color-scheme: light dark;
@@ -72,9 +74,13 @@ def write_report(runs: Sequence[Run], out: Path, studies: Mapping[str, Any] | No
     for task, groups in tasks.items():
         sections.append("".join(_section(task, groups)))
         stem = folder_name(task) if len(tasks) > 1 else ""
-        for name, figure in (("error", plot_error(groups, task)), ("memory", plot_memory(groups, task))):
-            save(figure, out / "_".join(filter(None, (stem, name))))
-    sections += ["".join(_study(name, study)) for name, study in studies.items()]
+        for name, figure in _figures(task, groups):
+            plot.save(figure, out / "_".join(filter(None, (stem, name))))
+    for name, study in studies.items():
+        found = importances(study)
+        sections.append("".join(_study(name, study, found)))
+        if found:
+            plot.save(plot.plot_importances(found, name), out / f"importances_{folder_name(name)}")
     if tasks:
         markdown = "\n\n".join(_markdown(task, groups) for task, groups in tasks.items())
         (out / "report.md").write_text(markdown + "\n", encoding="utf-8")
@@ -82,6 +88,22 @@ def write_report(runs: Sequence[Run], out: Path, studies: Mapping[str, Any] | No
     heading = "Optimizers compared" if tasks else "Settings searched"
     page.write_text(_page(heading, [*tasks, *studies], sections), encoding="utf-8")
     return page
+
+
+def _figures(task: str, groups: Sequence[Group]) -> Iterator[tuple[str, Figure]]:
+    """The figures of a task as files, by name."""
+    for name, y_title in _judged(groups).items():
+        yield name.removeprefix("test_"), plot.plot_curves(groups, name, y_title, task)
+    yield "memory", plot.plot_memory(groups, task)
+    for group in groups:
+        if group.runs[0].diagnostics:
+            yield f"layers_{folder_name(group.label)}", plot.plot_layers(group, task)
+
+
+def _judged(groups: Sequence[Group]) -> dict[str, str]:
+    """What is drawn against epochs and time: the error, and the loss where that is another thing."""
+    error = groups[0].runs[0].error_name
+    return {"error": error, **({"test_loss": "test loss"} if error != "test loss" else {})}
 
 
 def _page(heading: str, titles: Sequence[str], sections: Sequence[str]) -> str:
@@ -109,11 +131,8 @@ def _section(task: str, groups: Sequence[Group]) -> Iterator[str]:
         '<p class="note">Means over seeds ± standard deviation. Error and loss are those at the end, "best" '
         "is the lowest error on the way. Seconds are those of the training steps.</p>\n"
     )
-    error = groups[0].runs[0].error_name
     yield '<div class="pair">\n'
-    for name, heading in dict(
-        [("error", error), *([("test_loss", "test loss")] if error != "test loss" else [])]
-    ).items():
+    for name, heading in _judged(groups).items():
         for against, x_title in (("epochs", "epochs"), ("seconds", "seconds of training")):
             yield _figure(curves(groups, name, against, heading, x_title))
     yield "</div>\n"
@@ -206,12 +225,12 @@ def memory_bars(groups: Sequence[Group]) -> go.Figure:
 def layer_curves(group: Group) -> go.Figure:
     """The diagnostics of each layer while the first seed was trained; a menu chooses which."""
     lines = group.runs[0].diagnostics
-    names = [key for key in lines[-1] if key != "step"]
-    kinds = sorted({key.rsplit("/", 1)[-1] for key in names})
+    names = keys_of(lines)
+    kinds = sorted({split_key(key)[1] for key in names})
     figure = go.Figure()
     shown: list[str] = []
     for key in names:
-        layer, _, kind = key.rpartition("/")
+        layer, kind = split_key(key)
         figure.add_scatter(
             x=[line["step"] for line in lines],
             y=[line.get(key) for line in lines],
@@ -232,10 +251,8 @@ def layer_curves(group: Group) -> go.Figure:
     return figure
 
 
-def _study(name: str, study: Any) -> Iterator[str]:
-    from ingot.lab.tuning import complete, importances, is_finished
-
-    found, trials = importances(study), complete(study)
+def _study(name: str, study: Any, found: Mapping[str, float]) -> Iterator[str]:
+    trials = complete(study)
     finished = sum(map(is_finished, study.get_trials()))
     yield f"<section>\n<h2>Search: {escape(name)}</h2>\n"
     yield f'<p class="note">{finished} trials, {finished - len(trials)} of them given up or diverged</p>\n'

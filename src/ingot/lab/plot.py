@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,13 @@ class Curves:
         return found
 
 
-def plot_error(groups: Sequence[Group], title: str) -> Figure:
-    """The error against epochs and against seconds: the mean over seeds, in a band from lowest to highest."""
+def plot_curves(groups: Sequence[Group], name: str, y_title: str, title: str) -> Figure:
+    """A number against epochs and against seconds: the mean over seeds, in a band from lowest to highest."""
     figure = Figure(figsize=(10, 4.8), layout="constrained")
     by_epoch, by_second = figure.subplots(1, 2, sharey=True)
     lowest, highest = np.inf, 0.0
     for index, group in enumerate(groups):
-        curves = Curves(group, "error")
+        curves = Curves(group, name)
         style = "--" if is_baseline(group.label) else "-"
         for axes, x in ((by_epoch, curves.epochs), (by_second, curves.seconds)):
             draw_band(
@@ -61,10 +61,9 @@ def plot_error(groups: Sequence[Group], title: str) -> Figure:
         finite = curves.values[np.isfinite(curves.values) & (curves.values > 0)]
         if finite.size:
             lowest, highest = min(lowest, finite.min()), max(highest, finite.max())
-    name = groups[0].runs[0].error_name
     if np.isfinite(lowest):
         logarithmic(by_epoch, 0.85 * lowest, 1.05 * highest)
-    by_epoch.set(xlabel="epochs", ylabel=name)
+    by_epoch.set(xlabel="epochs", ylabel=y_title)
     by_second.set(xlabel="seconds of training (evaluation not counted)")
     for axes in (by_epoch, by_second):
         axes.set_xlim(left=0)
@@ -97,6 +96,59 @@ def plot_memory(groups: Sequence[Group], title: str) -> Figure:
         axes.grid(visible=False, axis="y")
     panels[0].invert_yaxis()  # and with it the other, which shares the axis
     figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def plot_layers(group: Group, title: str) -> Figure:
+    """The diagnostics of each layer while the first seed was trained, a panel for each kind."""
+    lines = group.runs[0].diagnostics
+    layers, kinds = (
+        list(dict.fromkeys(parts)) for parts in zip(*map(split_key, keys_of(lines)), strict=True)
+    )
+    rows = -(-len(kinds) // 3)
+    figure = Figure(figsize=(10, 0.6 + 2.4 * rows), layout="constrained")
+    grid = figure.subplots(rows, 3, squeeze=False)
+    for axes, kind in zip(grid.flat, kinds, strict=False):
+        for index, layer in enumerate(layers):
+            values = [line.get(f"{layer}/{kind}") for line in lines]
+            axes.plot(
+                [line["step"] for line in lines],
+                [np.nan if value is None else value for value in values],
+                color=colour(index),
+                linewidth=1.2,
+                label=layer or "the model",
+            )
+        axes.set_title(kind, fontsize=10)
+        tidy(axes)
+    for axes in grid.flat[len(kinds) :]:
+        axes.set_visible(False)
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    if len(labels) <= 12:  # more would take the place of the figure
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.suptitle(f"{title}: layers of {group.label}, against steps", fontsize=11)
+    return figure
+
+
+def keys_of(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The diagnostics that there are, as layer and kind."""
+    return [key for key in lines[-1] if key != "step"]
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """The layer and the kind of a diagnostic."""
+    layer, _, kind = key.rpartition("/")
+    return layer, kind
+
+
+def plot_importances(importances: Mapping[str, float], title: str) -> Figure:
+    """How much each setting of a search mattered."""
+    figure = Figure(figsize=(7, 0.9 + 0.36 * len(importances)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(list(importances), list(importances.values()), color="#009E73", height=0.7)
+    axes.invert_yaxis()
+    axes.set(xlabel="share of the differences")
+    axes.set_title(title, fontsize=10)
+    tidy(axes)
     return figure
 
 
