@@ -155,6 +155,17 @@ def test_evaluations_may_be_rare():
     assert run.column("epoch") == [0, 3, 4]
 
 
+def test_evaluations_within_an_epoch_and_a_part_of_one(tmp_path):
+    loop = Loop(epochs=1.6, evaluate_every=0.5)
+    run = Trainer(task(), choose("AdamW"), 0, loop, tmp_path).train()
+    assert run.column("step") == [0, 3, 5, 8]  # of five an epoch
+    whole = Trainer(task(), choose("AdamW"), 0, Loop(epochs=1.6)).train()
+    assert whole.column("step") == [0, 5, 8]
+    # Evaluations change nothing: neither the dropout that follows nor the means of the losses.
+    assert run.records[-1].test_loss == whole.records[-1].test_loss
+    assert run.records[2].train_loss == whole.records[1].train_loss
+
+
 def test_regression_and_whole_graphs_are_judged_by_their_loss():
     x = torch.randn(24, 5)
     made = Task("x", lambda: nn.Linear(5, 2), Tensors(x, x[:, :2]), Tensors(x, x[:, :2]), Regression())

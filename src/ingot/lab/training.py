@@ -41,22 +41,22 @@ class Loop:
     """How a task is trained; what is None is the task's own.
 
     Attributes:
-        epochs: Passes over the training data.
+        epochs: Passes over the training data; the last one may be a part.
         batch_size: Examples of a step, over all processes.
         schedule: Of the learning rate.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         clip: Bound on the norm of all gradients together.
-        evaluate_every: Epochs from one evaluation to the next.
+        evaluate_every: Epochs from one evaluation to the next, or a part of one.
         workers: Processes that load data.
         tensorboard: Whether to write for TensorBoard as well.
     """
 
-    epochs: int | None = None
+    epochs: float | None = None
     batch_size: int | None = None
     schedule: str | None = None
     precision: str | None = None
     clip: float | None = None
-    evaluate_every: int = 1
+    evaluate_every: float = 1
     workers: int = 0
     tensorboard: bool = True
 
@@ -182,7 +182,7 @@ class Trainer:
         model = self.task.model()
         optimizer = self.chosen.make(model, self.task.training.common)
         self.steps_per_epoch = len(self.order)
-        self.steps = self.epochs * self.steps_per_epoch
+        self.steps = max(1, round(self.epochs * self.steps_per_epoch))
         self.scheduler = LambdaLR(
             optimizer,
             scheduled(self.schedule, self.task.training.decay_every, self.steps_per_epoch, self.steps),
@@ -229,26 +229,21 @@ class Trainer:
         if run.is_over:
             return run
         progress = Progress(run, self.step, self.steps)
-        writer = self._writer()
+        self.writer = self._writer()
         try:
             with _stop_signals() as stop:
                 if not run.records:
-                    self._evaluate(run, float("nan"), writer)
-                for epoch in range(self.step // self.steps_per_epoch, self.epochs):
-                    loss = self._epoch(epoch, run, progress, watch, stop)
-                    if run.state == "diverged":
-                        break
-                    last = epoch == self.epochs - 1
-                    if last or (epoch + 1) % self.loop.evaluate_every == 0:
-                        self._evaluate(run, loss, writer)
-                        watch(progress)
-                    if not last and time.monotonic() - self._saved_at > SAVE_SECONDS:
+                    self._evaluate(run, float("nan"))
+                while self.step < self.steps and run.state != "diverged":
+                    self._epoch(run, progress, watch, stop)
+                    is_over = self.step == self.steps or run.state == "diverged"
+                    if not is_over and time.monotonic() - self._saved_at > SAVE_SECONDS:
                         self._save(run)
                 if run.state == "diverged":
-                    self._evaluate(run, float("nan"), writer)
+                    self._evaluate(run, float("nan"))
         finally:
-            if writer is not None:
-                writer.close()
+            if self.writer is not None:
+                self.writer.close()
             self.accelerator.free_memory()
         run.state = "done" if run.state == "running" else run.state
         run.state_bytes = state_bytes(self.plain_optimizer)
@@ -294,14 +289,12 @@ class Trainer:
                 "--fresh to begin anew"
             )
 
-    def _epoch(
-        self, epoch: int, run: Run, progress: Progress, watch: Watcher, stop: Callable[[], bool]
-    ) -> float:
-        """One pass over the data, or what is left of it. The mean of the losses that were looked at."""
-        self.order.epoch, self.order.first = epoch, self.step % self.steps_per_epoch
+    def _epoch(self, run: Run, progress: Progress, watch: Watcher, stop: Callable[[], bool]) -> None:
+        """One pass over the data, or what is left of it, with the evaluations that are due."""
+        self.order.epoch, self.order.first = divmod(self.step, self.steps_per_epoch)
         self.model.train()
         before, count = self.losses
-        total, mean = torch.tensor(before, device=self.device), float("nan")
+        total = torch.tensor(before, device=self.device)
         start = time.perf_counter()
         for batch in self.train_loader:
             batch = send_to_device(batch, self.device, non_blocking=True)
@@ -309,31 +302,40 @@ class Trainer:
             count += 1
             self.step += 1
             progress.step = self.step
-            ended = self.step % self.steps_per_epoch == 0
-            if self.step % LOOK_EVERY == 0 or ended or stop():
-                mean = self._mean(total, count)
-                progress.loss, progress.memory = mean, resident_bytes(self.device)
+            due, over = self._is_evaluation_due(), self.step == self.steps
+            if self.step % LOOK_EVERY == 0 or due or over or stop():
+                progress.loss, progress.memory = self._mean(total, count), resident_bytes(self.device)
                 spent = self.seconds + time.perf_counter() - start
                 progress.seconds_left = spent / self.step * (self.steps - self.step)
-                if not isfinite(mean):
+                if not isfinite(progress.loss):
                     run.state = "diverged"
                     break
+            if due:
+                self._stop_clock(start)
+                self._evaluate(run, progress.loss)
+                self.model.train()
+                start = time.perf_counter()
             watch(progress)
-            if stop() and not ended:
-                self.seconds += time.perf_counter() - start
-                self.losses = total.item(), count
+            if stop() and not over:
+                self._stop_clock(start)
+                ended = self.step % self.steps_per_epoch == 0
+                self.losses = (0.0, 0) if ended else (total.item(), count)
                 self._interrupt(run)
-        self._wait()
-        self.seconds += time.perf_counter() - start
+            if over:
+                break
+        self._stop_clock(start)
         self.losses = 0.0, 0
-        if stop() and run.state != "diverged" and self.step < self.steps:
-            self._evaluate_if_due(run, mean)
-            self._interrupt(run)
-        return mean
 
-    def _evaluate_if_due(self, run: Run, loss: float) -> None:
-        if self.step // self.steps_per_epoch % self.loop.evaluate_every == 0:
-            self._evaluate(run, loss, None)
+    def _is_evaluation_due(self) -> bool:
+        """After the last step, and after each that completes so many epochs."""
+        steps = self.loop.evaluate_every * self.steps_per_epoch
+        return self.step == self.steps or int(self.step / steps) > int((self.step - 1) / steps)
+
+    def _stop_clock(self, start: float) -> None:
+        """Count the time since then as training."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - start
 
     def _mean(self, total: Tensor, count: int) -> float:
         mean = self.accelerator.reduce(total / count, "mean")
@@ -352,14 +354,10 @@ class Trainer:
             self.scheduler.step()
         return loss.detach().float()
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
     # --- Judging ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _evaluate(self, run: Run, train_loss: float, writer: Any) -> None:
+    def _evaluate(self, run: Run, train_loss: float) -> None:
         self.model.eval()
         total = torch.zeros(3, device=self.device)
         for number, batch in enumerate(self.test_loader):
@@ -385,10 +383,10 @@ class Trainer:
             run.diagnostics.append({"step": self.step, **health})
         if self.folder is not None and self.is_main:
             self.folder.add(record, health)
-        if writer is not None:
+        if self.writer is not None:
             for name in ("train_loss", "test_loss", "error", "lr", "seconds"):
                 if isfinite(value := getattr(record, name)):
-                    writer.add_scalar(name, value, self.step)
+                    self.writer.add_scalar(name, value, self.step)
 
     def _diagnostics(self) -> dict[str, Any] | None:
         if not isinstance(self.plain_optimizer, ingot.NaturalGradient) or not self.step:
