@@ -35,6 +35,7 @@ class Kept(NamedTuple):
     k: Product
     c: Product
     scales: Scales | None
+    bias_apart: tuple[Product, Tensor] | None  # K Kᵀ of the weight and of the bias, where these do not mix
 
     def is_of(self, structures: Pair, kept_for: int, k: Tensor, c: Tensor) -> bool:
         """Whether the factors are still the same."""
@@ -100,6 +101,8 @@ class Part(NamedTuple):
         if self.decay:
             natural.add_(self.p, alpha=self.decay)
         rate = number(self.group["momentum"])
+        if rate and not isinstance(rate, Tensor) and not owns_memory(natural):
+            return torch.add(natural, self.state["momentum_buffer"], alpha=rate)  # in memory to be kept
         if isinstance(rate, Tensor):
             natural.addcmul_(self.state["momentum_buffer"], rate)
         elif rate:
@@ -112,10 +115,15 @@ class Part(NamedTuple):
             return momentum
         old = self.state["momentum_buffer"]
         alike = momentum.dtype == old.dtype and momentum.stride() == old.stride()
-        if alike and momentum.untyped_storage().nbytes() == momentum.nbytes:
+        if alike and owns_memory(momentum):
             self.state["momentum_buffer"] = momentum  # no need to write it once more
             return momentum
         return old.copy_(momentum)
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is all that its memory is for."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def natural_gradient(layer: Layer, kept: Kept, gradients: list[Tensor]) -> list[Tensor]:
@@ -123,23 +131,27 @@ def natural_gradient(layer: Layer, kept: Kept, gradients: list[Tensor]) -> list[
     dtype, adapter = kept.k.entries.dtype, layer.adapter
     weight, *bias = (g if g.dtype == dtype else g.to(dtype) for g in gradients)
     matrix = adapter.weight_matrix(layer.module, weight)
-    natural, *last = natural_matrix(kept.k, kept.c, kept.scales, (matrix, *bias))
+    natural, *last = natural_matrix(kept, (matrix, *bias))
     if natural.data_ptr() == weight.data_ptr():  # a structure of one's own may leave things as they are
         natural = natural.clone()
     return [adapter.matrix_weight(layer.module, natural, layer.weight), *last]
 
 
-def natural_matrix(
-    k: Product, c: Product, both_diagonal: Scales | None, gradients: tuple[Tensor, ...]
-) -> list[Tensor]:
+def natural_matrix(kept: Kept, gradients: tuple[Tensor, ...]) -> list[Tensor]:
     """C Cᵀ ∇W K Kᵀ of a matrix, and of the bias beside it if there is one."""
+    k, c = kept.k, kept.c
     matrix, *bias = gradients
-    if both_diagonal is not None:
-        rows, columns, of_bias = both_diagonal
+    if kept.scales is not None:
+        rows, columns, of_bias = kept.scales
         return [torch.mul(matrix, rows).mul_(columns), *(g * of_bias for g in bias if of_bias is not None)]
     if not bias:
         return [rules.natural_gradient(k, c, matrix)]
-    both = _beside(matrix, bias[0].view(*matrix.shape[:-1], 1))
+    column = bias[0].view(*matrix.shape[:-1], 1)
+    if kept.bias_apart is not None:
+        of_matrix, of_column = kept.bias_apart
+        beside = c.apply(column, torch.empty_like(column)) * of_column.unsqueeze(-1)
+        return [rules.natural_gradient(of_matrix, c, matrix), beside.reshape(bias[0].shape)]
+    both = _beside(matrix, column)
     natural, beside = rules.natural_gradient(k, c, both).split((matrix.shape[-1], 1), dim=-1)
     return [natural, beside.reshape(bias[0].shape)]
 

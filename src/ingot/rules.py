@@ -43,6 +43,11 @@ class Product(NamedTuple):
         out = x if self.square.works_in_place else torch.empty_like(x)
         return self.apply(x.mT, out.mT).mT
 
+    def last_apart(self) -> tuple[Product, Tensor] | None:
+        """That of all rows but the last and the number for this, where it stands on its own."""
+        square = self.square.without_last
+        return None if square is None else (Product(square, self.entries[..., :-1]), self.entries[..., -1:])
+
 
 class Curvature(NamedTuple):
     """Π̂(H) of one side for the inverse-free rules, Π̂(U) or Π̂(G) for KFAC.

@@ -151,7 +151,9 @@ class SteppingOptimizer(UpdatingOptimizer):
         pairs = zip(squares, sources, strict=True)
         of_k, of_c = (Product(square, square.of(computable(a))) for square, a in pairs)
         versions = sources[0]._version, sources[1]._version
-        kept = Kept(layer.structures, kept_for, sources, versions, of_k, of_c, scales(of_k, of_c, layer.bias))
+        both = scales(of_k, of_c, layer.bias)
+        apart = of_k.last_apart() if layer.bias is not None else None
+        kept = Kept(layer.structures, kept_for, sources, versions, of_k, of_c, both, apart)
         layer.kept = kept if any(square.numel for square in squares) else None
         return kept
 

@@ -22,6 +22,11 @@ class Square(ABC):
     numel: int
     """How many entries are kept."""
 
+    @property
+    def without_last(self) -> Square | None:
+        """That of all rows but the last, where this has no entry but its own, the last one that is kept."""
+        return None
+
     @abstractmethod
     def of(self, a: Tensor) -> Tensor:
         """The entries of A Aᵀ, ``[..., numel]``, for an element."""

@@ -167,26 +167,32 @@ class _BlockSquares(Square):
     def numel(self) -> int:  # type: ignore[override]
         return self.structure.numel
 
+    @property
+    def without_last(self) -> Square | None:
+        s = self.structure
+        return _BlockSquares(BlockDiagonal(s.dim - 1, s.block)) if s._tail == 1 else None
+
     def of(self, a: Tensor) -> Tensor:
         return self.structure._join_blocks(*(p @ p.mT for p in self.structure._blocks(a)))
 
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
         s = self.structure
         block, rows, lead = s.block, s._full * s.block, entries.shape[:-1]
-        # The batched product is slow to write columns: where out is laid out by these, it is turned after it.
-        turn = out.stride(-1) != 1 and out.mT.is_contiguous()
-        result = out.new_empty(out.shape) if turn else out
         if lead:
-            for p, q, r in zip(s._blocks(entries), s._rows(x), s._rows(result), strict=True):
+            for p, q, r in zip(s._blocks(entries), s._rows(x), s._rows(out), strict=True):
                 if r.numel():
                     torch.matmul(p, q, out=r)
-        else:  # as nearly always, with as few calls as possible
-            blocks = entries.narrow(0, 0, rows * block).view(-1, block, block)
-            into = result.narrow(0, 0, rows).unflatten(0, (-1, block))
-            torch.bmm(blocks, x.narrow(0, 0, rows).unflatten(0, (-1, block)), out=into)
-            if s._tail:
-                tail = entries.narrow(0, rows * block, s._tail**2).view(s._tail, s._tail)
-                torch.mm(tail, x.narrow(0, rows, s._tail), out=result.narrow(0, rows, s._tail))
-        if turn:
-            out.mT.copy_(result.mT)
+            return out
+        # As nearly always, with as few calls as possible.
+        blocks = entries.narrow(0, 0, rows * block).view(-1, block, block)
+        of_x, of_out = (t.narrow(0, 0, rows).unflatten(0, (-1, block)) for t in (x, out))
+        if out.stride(-1) != 1 and out.mT.is_contiguous():
+            # Batched products are slow to write columns: what is laid out by these is multiplied from the
+            # right, which symmetric blocks may be, and put in its place afterwards.
+            of_out.mT.copy_(torch.bmm(of_x.mT, blocks))
+        else:
+            torch.bmm(blocks, of_x, out=of_out)
+        if s._tail:
+            tail = entries.narrow(0, rows * block, s._tail**2).view(s._tail, s._tail)
+            torch.mm(tail, x.narrow(0, rows, s._tail), out=out.narrow(0, rows, s._tail))
         return out

@@ -90,6 +90,10 @@ class Squares(Square):
     def numel(self) -> int:  # type: ignore[override]
         return self.dim
 
+    @property
+    def without_last(self) -> Square:
+        return Squares(self.dim - 1)
+
     def of(self, a: Tensor) -> Tensor:
         return a.square()
 
