@@ -112,3 +112,41 @@ def text(folder: Path) -> Path:
     file = folder / "tinyshakespeare.txt"
     file.write_text("To be, or not to be, that is the question.\n" * 60, encoding="utf-8")
     return file
+
+
+def fashion(folder: Path, *, zipped: bool = True) -> Path:
+    """The four files of Fashion-MNIST with a few pictures whose brightness tells their labels."""
+    import gzip
+
+    place = folder / "fashion-mnist"
+    place.mkdir()
+    for of, count in (("train", 130), ("t10k", 20)):
+        pixels, labels = pictures(count, 28)
+        for kind, array in (("images-idx3", pixels[..., 0]), ("labels-idx1", labels.astype(np.uint8))):
+            head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes()
+            content = head + array.tobytes()
+            name = f"{of}-{kind}-ubyte"
+            if zipped:
+                (place / f"{name}.gz").write_bytes(gzip.compress(content))
+            else:
+                (place / name).write_bytes(content)
+    return place
+
+
+def diamonds(folder: Path, count: int = 200) -> Path:
+    """A table of the columns that the real one has, with prices that depend on the weight."""
+    generator = np.random.default_rng(0)
+    lines = ['"carat","cut","color","clarity","depth","table","price","x","y","z"']
+    for number in range(count):
+        carat = 0.2 + generator.random()
+        cut, color, clarity = (
+            ("Ideal", "Good")[number % 2],
+            "DEF"[number % 3],
+            ("SI1", "VS2")[number // 2 % 2],
+        )
+        price = round(1000 * carat**2 + 100 * (number % 2))
+        numbers = f"61.5,{55 + number % 5},{price},4.1,4.2,2.4{number % 9}"
+        lines.append(f'{carat:.2f},"{cut}","{color}","{clarity}",{numbers}')
+    file = folder / "diamonds.csv"
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file

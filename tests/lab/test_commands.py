@@ -19,7 +19,18 @@ from ingot.lab.structure_pictures import SHOWN, plot_structures, shade
 from tests.lab import made_data
 from tests.lab.command import invoke, plain
 
-COMMANDS = ("list", "train", "compare", "tune", "bench", "structures", "report", "plan", "precision")
+COMMANDS = (
+    "list",
+    "train",
+    "compare",
+    "tune",
+    "evaluate",
+    "bench",
+    "structures",
+    "report",
+    "plan",
+    "precision",
+)
 PYTHON = [sys.executable, "-m", "ingot.lab"]
 
 

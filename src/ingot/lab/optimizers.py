@@ -95,6 +95,12 @@ OPTIMIZERS: Mapping[str, Kind] = {
     "IKFAC": Kind(ingot.IKFAC, {}, CURVATURE, structured=True),
     "INGD": Kind(ingot.INGD, {}, RIEMANNIAN, structured=True),
     "SINGD": Kind(ingot.SINGD, {}, RIEMANNIAN, structured=True),
+    "control": Kind(  # SINGD's step without its curvature, to see what this is worth
+        ingot.SINGD,
+        {"structure": "diagonal", "precond_lr": 0.0, "precond_warmup": 0},
+        {"lr": LR, "weight_decay": WEIGHT_DECAY},
+        structured=True,
+    ),
     "Muon": Kind(peers.muon, {"lr": 1e-3}, {"lr": LR, "weight_decay": WEIGHT_DECAY}),
     "SOAP": Kind(
         peers.soap, {"lr": 1e-3}, {"lr": LR, "weight_decay": WEIGHT_DECAY}, package="pytorch_optimizer"

@@ -66,6 +66,12 @@ class Run:
         """Whether there is nothing left to train."""
         return self.state in ("done", "diverged")
 
+    @property
+    def has_diverged(self) -> bool:
+        """Whether it ended with numbers that are not finite, or worse than it began."""
+        first, last = self.records[0].test_loss, self.records[-1].test_loss
+        return self.state == "diverged" or not last <= first
+
     def column(self, name: str) -> list[float]:
         """One number of all records."""
         return [getattr(record, name) for record in self.records]

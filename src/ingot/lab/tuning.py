@@ -200,7 +200,7 @@ def run_search(search: Search, trials: int, tell: Callable[[FrozenTrial], None])
         run = Trainer(search.task, chosen, search.seed, search.loop).train(watch)
         last = run.records[-1]
         trial.set_user_attr("error", last.error if isfinite(last.error) else None)
-        trial.set_user_attr("diverged", run.state == "diverged")
+        trial.set_user_attr("diverged", run.has_diverged)
         return last.test_loss if isfinite(last.test_loss) else inf
 
     def after(study: optuna.Study, trial: FrozenTrial) -> None:

@@ -62,11 +62,16 @@ def load_text(folder: Path | None, length: int, name: str = "tinyshakespeare.txt
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise MissingDataError(f"{file} is no text in UTF-8 ({error}): give another file") from error
+    found = numbered(text, length)
+    if not len(found.test):
+        raise MissingDataError(f"{file} is too short for passages of {length} characters: give a longer text")
+    return found
+
+
+def numbered(text: str, length: int) -> Text:
+    """Passages of a text, in which each character is its place among all that there are."""
     symbols = sorted(set(text))
     numbers = {symbol: number for number, symbol in enumerate(symbols)}
     encoded = torch.tensor([numbers[symbol] for symbol in text])
     cut = len(encoded) - len(encoded) // TEST_SHARE
-    train, test = Passages(encoded[:cut], length), Passages(encoded[cut:], length)
-    if not len(test):
-        raise MissingDataError(f"{file} is too short for passages of {length} characters: give a longer text")
-    return Text(train, test, len(symbols))
+    return Text(Passages(encoded[:cut], length), Passages(encoded[cut:], length), len(symbols))

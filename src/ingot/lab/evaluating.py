@@ -1,0 +1,256 @@
+"""The suite's tasks with several optimizers: as they come, tuned, and within the same time."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from rich.console import Console
+
+from ingot.lab.comparing import folder_name
+from ingot.lab.optimizers import Chosen, choose
+from ingot.lab.progress import ending
+from ingot.lab.records import Run
+from ingot.lab.suite import EVALUATIONS, suite_task
+from ingot.lab.summary import Group
+from ingot.lab.task import Task
+from ingot.lab.training import Loop, Trainer
+from ingot.lab.tuning import Search, complete, held_out, is_finished, run_search, url_of
+
+REFERENCE = "AdamW"
+"""What others are measured by."""
+
+FRESH_SEED = 100
+"""Tuned settings are judged from seeds from here on, which the search has not seen."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is trained.
+
+    Attributes:
+        tasks: Names of the suite.
+        optimizers: As text.
+        seeds: How many.
+        out: The folder of everything.
+        data_dir: The folder of data sets.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None is the machine's default.
+        jobs: Processes, each with one thread.
+    """
+
+    tasks: Sequence[str]
+    optimizers: Sequence[str]
+    seeds: int
+    out: Path
+    data_dir: Path | None = None
+    precision: str | None = None
+    jobs: int = 1
+
+    def __post_init__(self) -> None:
+        if choose(self.optimizers[0]).label != REFERENCE:
+            raise ValueError(f"the first optimizer must be {REFERENCE}, which all others are measured by")
+
+
+class Work(NamedTuple):
+    """One training, in words that another process understands."""
+
+    task: str
+    data_dir: Path | None
+    optimizer: Chosen
+    seed: int
+    loop: Loop
+    folder: Path
+
+
+def evaluate_defaults(evaluation: Evaluation, console: Console) -> dict[str, list[Group]]:
+    """Each optimizer as it comes, on each task from each seed."""
+    chosen = [choose(text) for text in evaluation.optimizers]
+    return _train(evaluation, "defaults", dict.fromkeys(evaluation.tasks, chosen), 0, console)
+
+
+def evaluate_in_time(
+    evaluation: Evaluation, defaults: dict[str, list[Group]], console: Console
+) -> dict[str, list[Group]]:
+    """Each optimizer but the reference in so many steps as it takes in the reference's time."""
+    works: list[Work] = []
+    for task, (reference, *others) in defaults.items():
+        for group in others:
+            share = min(1.0, reference.seconds_per_step / group.seconds_per_step)
+            chosen = choose(next(t for t in evaluation.optimizers if choose(t).label == group.label))
+            epochs = max(1e-9, round(share * _epochs(task, evaluation.data_dir), 3))
+            works += _works(evaluation, "in_time", task, chosen, 0, epochs)
+    return _grouped(works, _do_all(evaluation, train_one, works, console), evaluation.tasks)
+
+
+def evaluate_tuned(
+    evaluation: Evaluation, trials: int, console: Console
+) -> tuple[dict[str, list[Group]], dict[str, dict[str, Tuned]]]:
+    """The best settings of equally many trials of each optimizer on held out data, from fresh seeds."""
+    searches = [
+        Tuning(task, evaluation.data_dir, choose(text), trials, _loop(evaluation, task, 1), evaluation.out)
+        for task in evaluation.tasks
+        for text in evaluation.optimizers
+    ]
+    found = _do_all(evaluation, tune_one, searches, console)
+    best: dict[str, dict[str, Tuned]] = {task: {} for task in evaluation.tasks}
+    for search, tuned in zip(searches, found, strict=True):
+        best[search.task][search.chosen.label] = tuned
+    chosen = {
+        task: [
+            choose(text).with_settings(best[task][choose(text).label].settings)
+            for text in evaluation.optimizers
+        ]
+        for task in evaluation.tasks
+    }
+    return _train(evaluation, "tuned", chosen, FRESH_SEED, console), best
+
+
+# --- One training -----------------------------------------------------------------------------------------
+
+
+@cache
+def _task(name: str, data_dir: Path | None) -> Task:
+    return suite_task(name, data_dir)
+
+
+def _epochs(name: str, data_dir: Path | None) -> float:
+    return _task(name, data_dir).training.epochs
+
+
+def _loop(evaluation: Evaluation, task: str, evaluations: int, epochs: float | None = None) -> Loop:
+    all_epochs = epochs or _epochs(task, evaluation.data_dir)
+    return Loop(
+        epochs=epochs,
+        precision=evaluation.precision,
+        evaluate_every=all_epochs / evaluations,
+        tensorboard=False,
+    )
+
+
+def train_one(work: Work) -> Run:
+    """Train, unless that has been done."""
+    task = _task(work.task, work.data_dir)
+    return Trainer(task, work.optimizer, work.seed, work.loop, work.folder, {"suite": work.task}).train()
+
+
+class Tuning(NamedTuple):
+    """One search, in words that another process understands."""
+
+    task: str
+    data_dir: Path | None
+    chosen: Chosen
+    trials: int
+    loop: Loop
+    out: Path
+
+
+class Tuned(NamedTuple):
+    """What a search came to."""
+
+    settings: dict[str, float]
+    loss: float
+    trials: int
+    diverged: int
+
+
+def tune_one(tuning: Tuning) -> Tuned:
+    """Search, or go on searching, and return the best settings."""
+    folder = tuning.out / "searches" / tuning.task
+    folder.mkdir(parents=True, exist_ok=True)
+    search = Search(
+        held_out(_task(tuning.task, tuning.data_dir)),
+        tuning.chosen,
+        tuning.loop,
+        tuning.chosen.label,
+        url_of(folder / f"{folder_name(tuning.chosen.label)}.db"),
+        prune=False,
+    )
+    study = run_search(search, tuning.trials, lambda trial: None)
+    ended, best = [t for t in study.get_trials() if is_finished(t)], complete(study)
+    if not best:
+        raise ValueError(
+            f"none of {len(ended)} trials of {tuning.chosen.label} on {tuning.task} came to an end"
+        )
+    lost = sum(bool(trial.user_attrs.get("diverged")) for trial in ended)
+    return Tuned(best[0].params, best[0].values[0], len(ended), lost)
+
+
+# --- Many of them -----------------------------------------------------------------------------------------
+
+
+def _train(
+    evaluation: Evaluation, phase: str, chosen: dict[str, list[Chosen]], first_seed: int, console: Console
+) -> dict[str, list[Group]]:
+    works = [
+        work
+        for task, several in chosen.items()
+        for one in several
+        for work in _works(evaluation, phase, task, one, first_seed)
+    ]
+    return _grouped(works, _do_all(evaluation, train_one, works, console), evaluation.tasks)
+
+
+def _works(
+    evaluation: Evaluation,
+    phase: str,
+    task: str,
+    chosen: Chosen,
+    first_seed: int,
+    epochs: float | None = None,
+) -> list[Work]:
+    loop, folder = (
+        _loop(evaluation, task, EVALUATIONS, epochs),
+        evaluation.out / phase / task / folder_name(chosen.label),
+    )
+    seeds = range(first_seed, first_seed + evaluation.seeds)
+    return [Work(task, evaluation.data_dir, chosen, seed, loop, folder / f"seed{seed}") for seed in seeds]
+
+
+def _grouped(works: Sequence[Work], runs: Sequence[Run], tasks: Sequence[str]) -> dict[str, list[Group]]:
+    found: dict[str, dict[str, list[Run]]] = {task: {} for task in tasks}
+    for work, run in zip(works, runs, strict=True):
+        found[work.task].setdefault(work.optimizer.label, []).append(run)
+    return {task: [Group(label, runs) for label, runs in groups.items()] for task, groups in found.items()}
+
+
+def _do_all(
+    evaluation: Evaluation, do: Callable[[Any], T], works: Sequence[Any], console: Console
+) -> list[T]:
+    """All works in the order in which they were given, done in an order that lets optimizers take turns."""
+    turns = sorted(range(len(works)), key=lambda i: (works[i].task, getattr(works[i], "seed", 0), i))
+    done: dict[int, T] = {}
+    for number, (index, result) in enumerate(_results(do, [works[i] for i in turns], evaluation.jobs), 1):
+        done[turns[index]] = result
+        console.print(
+            f"{number:4d}/{len(works)}  {_told(works[turns[index]], result)}", highlight=False, soft_wrap=True
+        )
+    return [done[index] for index in range(len(works))]
+
+
+def _results(do: Callable[[Any], T], works: Sequence[Any], jobs: int) -> Iterator[tuple[int, T]]:
+    if jobs == 1:
+        yield from ((index, do(work)) for index, work in enumerate(works))
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=partial(torch.set_num_threads, 1)) as pool:
+        futures = {pool.submit(do, work): index for index, work in enumerate(works)}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _told(work: Any, result: Any) -> str:
+    if isinstance(result, Run):
+        return f"{work.task}  {work.optimizer.label}  seed {work.seed}  {ending(result)}"
+    settings = " ".join(f"{key}={value:.3g}" for key, value in result.settings.items())
+    return f"{work.task}  {work.chosen.label}  best of {result.trials}: loss {result.loss:.4f}  {settings}"
