@@ -193,6 +193,31 @@ def test_squares_are_those_of_the_matrices(text, dtype, by_columns):
                 _close(s.square.apply(of, out, out), its)
 
 
+def test_squares_whose_last_row_stands_on_its_own(text):
+    """What is left without it is the square of the other rows, and the number behind it that of the last."""
+    for dim in DIMS:
+        s = bind(parse(text), dim)
+        first = None if s.square is None else s.square.without_last
+        if first is None:
+            continue
+        a = _elements(s, 1, torch.float64)[0][1, 2]
+        kept, x = s.square.of(a), torch.randn(dim, 6, dtype=torch.float64)
+        expected = s.dense(a) @ s.dense(a).mT @ x
+        _close(first.apply(kept[:-1], x[:-1], torch.empty_like(x[:-1])), expected[:-1])
+        _close(kept[-1] * x[-1], expected[-1])
+
+
+def test_which_squares_have_a_last_row_on_its_own():
+    def apart(text, dim):
+        return bind(parse(text), dim).square.without_last is not None
+
+    assert apart("diagonal", 7)
+    assert apart("block_diagonal(4)", 13)
+    assert not apart("block_diagonal(4)", 12)
+    assert not apart("block_diagonal(4)", 14)
+    assert not apart("dense", 7)
+
+
 @pytest.mark.parametrize(("first", "middle", "last"), [(2, 7, 3), (4, 5, 0), (0, 5, 4)])
 def test_hierarchical_ones_are_compositions(first, middle, last):
     """The combinators have the same matrices, projections and products, in another order of the entries."""
