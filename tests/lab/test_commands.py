@@ -25,6 +25,7 @@ COMMANDS = (
     "compare",
     "tune",
     "evaluate",
+    "sweep",
     "bench",
     "structures",
     "report",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import ingot
 from ingot.lab import suite
 from ingot.lab.data.diamonds import load_diamonds
 from ingot.lab.data.fashion import load_fashion
@@ -17,6 +18,7 @@ from ingot.lab.records import Record, Run
 from ingot.lab.scoreboard import geometric_mean, share_to_best, standing, standings, tables, verdict
 from ingot.lab.suite import SUITE, Entry, suite_task
 from ingot.lab.summary import Group
+from ingot.lab.sweeping import VALUES, values_of
 from ingot.lab.task import Task, Tensors, Training
 from ingot.lab.training import Loop, Trainer
 from tests.lab import made_data
@@ -333,3 +335,47 @@ def test_a_task_that_was_named_must_be_there(small, tmp_path):
     result = invoke("evaluate", "third", "--out", str(tmp_path))
     assert result.exit_code == 2
     assert "buy it" in plain(result.stderr)
+
+
+# --- Sweeps -----------------------------------------------------------------------------------------------
+
+
+def test_values_of_a_setting():
+    assert values_of("lr=1e-3,0.1") == ("lr", [1e-3, 0.1])
+    assert values_of("precond_every=2,10") == ("precond_every", [2, 10])
+    assert values_of("damping")[1] == VALUES["damping"]
+    with pytest.raises(ValueError, match=r"--over momentum=0\.1,0\.3"):
+        values_of("momentum")
+    with pytest.raises(ValueError, match="commas between"):
+        values_of("lr=1e-3;2")
+
+
+def test_defaults_are_among_the_values_that_are_tried():
+    defaults = ingot.SINGD(nn.Linear(2, 2)).defaults
+    assert all(defaults[setting] in values for setting, values in VALUES.items())
+
+
+def test_sweep_shows_every_value_of_those_that_have_it(small, tmp_path):
+    words = (
+        "sweep",
+        "--over",
+        "lr=1e-3,1e-1",
+        "--over",
+        "damping=0.1,10",
+        "--seeds",
+        "1",
+        "--out",
+        str(tmp_path),
+    )
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    points = json.loads((tmp_path / "sweep.json").read_text())
+    assert len(points) == 2 * (2 * 2 + 2)  # tasks, lr of both optimizers, damping of SINGD
+    assert {p["optimizer"] for p in points if p["setting"] == "damping"} == {"SINGD"}
+    same = [p for p in points if p["optimizer"] == "AdamW" and p["value"] == 1e-3]
+    assert [p["loss"] for p in same] == pytest.approx([1.0, 1.0])
+    # A hundred times the learning rate is a better one here, and so short a way.
+    better = [p for p in points if p["optimizer"] == "AdamW" and p["value"] == 1e-1]
+    assert all(p["loss"] < 1 for p in better)
+    assert (tmp_path / "sweep.png").stat().st_size > 5000
+    assert (tmp_path / "sweep.svg").is_file()

@@ -73,7 +73,7 @@ class Work(NamedTuple):
 def evaluate_defaults(evaluation: Evaluation, console: Console) -> dict[str, list[Group]]:
     """Each optimizer as it comes, on each task from each seed."""
     chosen = [choose(text) for text in evaluation.optimizers]
-    return _train(evaluation, "defaults", dict.fromkeys(evaluation.tasks, chosen), 0, console)
+    return train_suite(evaluation, "defaults", dict.fromkeys(evaluation.tasks, chosen), 0, console)
 
 
 def evaluate_in_time(
@@ -110,7 +110,7 @@ def evaluate_tuned(
         ]
         for task in evaluation.tasks
     }
-    return _train(evaluation, "tuned", chosen, FRESH_SEED, console), best
+    return train_suite(evaluation, "tuned", chosen, FRESH_SEED, console), best
 
 
 # --- One training -----------------------------------------------------------------------------------------
@@ -186,9 +186,10 @@ def tune_one(tuning: Tuning) -> Tuned:
 # --- Many of them -----------------------------------------------------------------------------------------
 
 
-def _train(
+def train_suite(
     evaluation: Evaluation, phase: str, chosen: dict[str, list[Chosen]], first_seed: int, console: Console
 ) -> dict[str, list[Group]]:
+    """Train each task with the optimizers that are chosen for it, from seeds from this one on."""
     works = [
         work
         for task, several in chosen.items()

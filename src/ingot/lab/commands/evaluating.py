@@ -1,8 +1,9 @@
-"""``evaluate``: the scoreboard of defaults."""
+"""``evaluate``, the scoreboard of defaults, and ``sweep``, how much a setting matters."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,41 +23,45 @@ from ingot.lab.commands.app import (
 )
 from ingot.lab.tables import markdown_table, rich_table
 
-BY_DEFAULT = ("AdamW", "SINGD", "control", "SGD")
+REFERENCE = "AdamW"
+BESIDE, SWEPT = ("SINGD", "control", "SGD"), ("SINGD",)
+
+Tasks = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Tasks of the suite, or 'chosen' or 'validated' for those that defaults were or were not chosen "
+        "by; else all whose data is here.",
+        show_default=False,
+    ),
+]
+Others = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--optimizer", "-o", help=f"Beside AdamW, once for each. {OPTIMIZER_FORMS}", show_default=False
+    ),
+]
+ManySeeds = Annotated[
+    int, typer.Option(callback=positive, help="Runs of everything, from seeds 0, 1, 2, ...")
+]
+Jobs = Annotated[int, typer.Option(callback=positive, help="Processes, each with one thread.")]
+Out = Annotated[Path, typer.Option(help="Folder of everything; what it has is not done again.")]
 
 
 @app.command()
 def evaluate(
-    tasks: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Tasks of the suite, or 'chosen' or 'validated' for those that defaults were or were "
-            "not chosen on; else all whose data is here.",
-            show_default=False,
-        ),
-    ] = None,
-    optimizers: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--optimizer",
-            "-o",
-            help=f"Beside AdamW, once for each. {OPTIMIZER_FORMS}",
-            show_default=" ".join(BY_DEFAULT),
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(callback=positive, help="Runs of everything.")] = 5,
+    tasks: Tasks = None,
+    optimizers: Others = None,
+    seeds: ManySeeds = 5,
     trials: Annotated[
         int, typer.Option(min=0, help="Also compare the best settings of so many random trials of each.")
     ] = 0,
     in_time: Annotated[
         bool, typer.Option("--in-time", help="Also compare at AdamW's time instead of its steps.")
     ] = False,
-    jobs: Annotated[int, typer.Option(callback=positive, help="Processes, each with one thread.")] = 1,
+    jobs: Jobs = 1,
     precision: Precision = None,
     data_dir: DataDir = None,
-    out: Annotated[
-        Path, typer.Option(help="Folder of runs and scoreboard; what it has is not done again.")
-    ] = Path("runs/evaluate"),
+    out: Out = Path("runs/evaluate"),
 ) -> None:
     """Train small models on real data with default settings, and show who is ahead of AdamW.
 
@@ -65,48 +70,97 @@ def evaluate(
     ingot evaluate digits fashion_cnn -o SINGD -o 'SINGD lr=3e-3' -o control --trials 16
     """
     from ingot.lab import scoreboard
-    from ingot.lab.data.places import data_dir as folder_of
     from ingot.lab.evaluating import Evaluation, evaluate_defaults, evaluate_in_time, evaluate_tuned
 
     with plainly(), resumable():
         console = Console()
-        folder = folder_of(data_dir)
-        names = _named(tasks, folder)
+        folder, names = _suite(tasks, data_dir)
         make_directory(out)
-        asked = [text for text in optimizers or BY_DEFAULT if text != "AdamW"]
-        evaluation = Evaluation(names, ["AdamW", *asked], seeds, out, folder, precision, jobs)
+        evaluation = Evaluation(names, _beside(optimizers, BESIDE), seeds, out, folder, precision, jobs)
         defaults = evaluate_defaults(evaluation, console)
         boards = {"defaults": defaults}
         if in_time:
             matched = evaluate_in_time(evaluation, defaults, console)
-            boards["in AdamW's time"] = {
+            boards[f"in {REFERENCE}'s time"] = {
                 task: [defaults[task][0], *groups] for task, groups in matched.items()
             }
-        tuned: dict[str, Any] = {}
+        searches: dict[str, Any] = {}
         if trials:
-            boards["tuned"], tuned = evaluate_tuned(evaluation, trials, console)
+            boards["tuned"], searches = evaluate_tuned(evaluation, trials, console)
         found = {name: scoreboard.standings(board) for name, board in boards.items()}
         lines = []
         for name, standings in found.items():
             for title, columns, rows in scoreboard.tables(standings, name):
                 console.print(rich_table(columns, rows, title))
                 lines.append(f"### {title}\n\n{markdown_table(columns, rows)}\n")
-        content = {
+        content: dict[str, Any] = {
             name: {task: {k: asdict(v) for k, v in of.items()} for task, of in standings.items()}
             for name, standings in found.items()
         }
-        content["searches"] = {task: {k: v._asdict() for k, v in of.items()} for task, of in tuned.items()}
+        content["searches"] = {task: {k: v._asdict() for k, v in of.items()} for task, of in searches.items()}
         (out / "scoreboard.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         (out / "scoreboard.md").write_text("\n".join(lines), encoding="utf-8")
         typer.echo(out / "scoreboard.md")
 
 
-def _named(tasks: list[str] | None, folder: Path | None) -> list[str]:
-    """The names of tasks whose data is here; one that was asked for by its name must be."""
+@app.command()
+def sweep(
+    tasks: Tasks = None,
+    optimizers: Others = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A setting, once for each, with values or without: lr, or lr=1e-3,3e-3,1e-2.",
+            show_default="lr damping precond_lr precond_every",
+        ),
+    ] = None,
+    seeds: ManySeeds = 2,
+    jobs: Jobs = 1,
+    precision: Precision = None,
+    data_dir: DataDir = None,
+    out: Out = Path("runs/sweep"),
+) -> None:
+    """Train small models on real data with one value after another of a setting, and draw what it matters.
+
+    Examples: ingot sweep fashion_vit shakespeare_gpt --over lr --jobs 2
+
+    ingot sweep chosen -o SINGD:diagonal --over damping=0.1,0.3,1 --over precond_every
+    """
+    from ingot.lab import plot, sweeping
+    from ingot.lab.evaluating import Evaluation
+
+    with plainly(), resumable():
+        settings = dict(sweeping.values_of(text) for text in over or sweeping.VALUES)
+        folder, names = _suite(tasks, data_dir)
+        make_directory(out)
+        evaluation = Evaluation(names, _beside(optimizers, SWEPT), seeds, out, folder, precision, jobs)
+        points = sweeping.sweep(evaluation, settings, Console())
+        rows = [
+            (p.setting, p.optimizer, f"{p.value:g}", p.task, f"{p.loss:.3f}", f"{p.error:.2f}")
+            for p in points
+        ]
+        columns = ("setting", "optimizer", "value", "task", f"loss / {REFERENCE}'s", "error")
+        (out / "sweep.md").write_text(markdown_table(columns, rows) + "\n", encoding="utf-8")
+        (out / "sweep.json").write_text(
+            json.dumps([p._asdict() for p in points], indent=1) + "\n", encoding="utf-8"
+        )
+        plot.save(sweeping.plot_sweep(points, REFERENCE), out / "sweep")
+        typer.echo(out / "sweep.png")
+
+
+def _beside(optimizers: Sequence[str] | None, by_default: Sequence[str]) -> list[str]:
+    """The optimizers that are asked for, behind the one that they are measured by."""
+    return [REFERENCE, *(text for text in optimizers or by_default if text != REFERENCE)]
+
+
+def _suite(tasks: list[str] | None, data_dir: Path | None) -> tuple[Path | None, list[str]]:
+    """The folder of data, and the tasks whose data is here; one that was asked for by its name must be."""
     from ingot.lab.data.places import MissingDataError
+    from ingot.lab.data.places import data_dir as folder_of
     from ingot.lab.naming import find
     from ingot.lab.suite import SUITE, suite_task
 
+    folder = folder_of(data_dir)
     sets = {
         "chosen": [name for name, entry in SUITE.items() if entry.chosen_on],
         "validated": [name for name, entry in SUITE.items() if not entry.chosen_on],
@@ -123,4 +177,4 @@ def _named(tasks: list[str] | None, folder: Path | None) -> list[str]:
             if name in (tasks or []):
                 raise
             typer.echo(f"{name} is left out: {error}", err=True)
-    return found
+    return folder, found
