@@ -42,26 +42,32 @@ class BlockDiagonal(Structure):
         """The size of the last, smaller block, or 0."""
         return self.dim % self.block
 
-    def _blocks(self, a: Tensor) -> tuple[Tensor, Tensor]:
-        """The full blocks ``[..., count, block, block]`` and the last one ``[..., tail, tail]``."""
-        full, tail = a.split((self._full * self.block**2, self._tail**2), dim=-1)
-        return (
-            full.unflatten(-1, (self._full, self.block, self.block)),
-            tail.unflatten(-1, (self._tail, self._tail)),
-        )
+    # Factors are small, and what takes time is the number of calls: views are the cheapest there are, and
+    # nothing is done for a last block that does not exist.
 
-    def _rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _blocks(self, a: Tensor) -> list[Tensor]:
+        """Full blocks ``[..., count, block, block]``, and the last ``[..., tail, tail]`` if there is any."""
+        lead, full, tail = a.shape[:-1], self._full * self.block**2, self._tail
+        if not tail:
+            return [a.view(*lead, self._full, self.block, self.block)]
+        blocks = a.narrow(-1, 0, full).view(*lead, self._full, self.block, self.block)
+        return [blocks, a.narrow(-1, full, tail**2).view(*lead, tail, tail)]
+
+    def _rows(self, x: Tensor) -> list[Tensor]:
         """The rows of a dense matrix, cut as the blocks are."""
-        full, tail = x.split((self._full * self.block, self._tail), dim=-2)
-        return full.unflatten(-2, (self._full, self.block)), tail
+        *lead, _, n = x.shape
+        full, tail = self._full * self.block, self._tail
+        if not tail:
+            return [x.view(*lead, self._full, self.block, n)]
+        return [x.narrow(-2, 0, full).view(*lead, self._full, self.block, n), x.narrow(-2, full, tail)]
 
-    def _join_blocks(self, full: Tensor, tail: Tensor) -> Tensor:
+    def _join_blocks(self, full: Tensor, *tail: Tensor) -> Tensor:
         full = full.flatten(-3)
-        return torch.cat((full, tail.flatten(-2)), dim=-1) if self._tail else full
+        return torch.cat((full, tail[0].flatten(-2)), dim=-1) if tail else full
 
-    def _join_rows(self, full: Tensor, tail: Tensor) -> Tensor:
+    def _join_rows(self, full: Tensor, *tail: Tensor) -> Tensor:
         full = full.flatten(-3, -2)
-        return torch.cat((full, tail), dim=-2) if self._tail else full
+        return torch.cat((full, *tail), dim=-2) if tail else full
 
     def identity(self, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
         full = Dense(self.block).identity(dtype=dtype, device=device).repeat(self._full)
@@ -109,22 +115,22 @@ class BlockDiagonal(Structure):
 
     def norm(self, a: Tensor) -> Tensor:
         """The largest of the blocks' norms, each by three steps of power iteration."""
-        full, tail = self._blocks(a)
+        full, *tail = self._blocks(a)
         norms = _norms(full).amax(-1, keepdim=True)
-        return torch.maximum(norms, _norms(tail).unsqueeze(-1)) if self._tail else norms
+        return torch.maximum(norms, _norms(tail[0]).unsqueeze(-1)) if tail else norms
 
     def norm_bound(self, a: Tensor) -> Tensor:
         """The largest of the blocks' Frobenius norms."""
-        full, tail = self._blocks(a)
+        full, *tail = self._blocks(a)
         norms = torch.linalg.vector_norm(full.flatten(-2), dim=-1).amax(-1, keepdim=True)
-        if not self._tail:
+        if not tail:
             return norms
-        return torch.maximum(norms, torch.linalg.vector_norm(tail.flatten(-2), dim=-1, keepdim=True))
+        return torch.maximum(norms, torch.linalg.vector_norm(tail[0].flatten(-2), dim=-1, keepdim=True))
 
     def trace(self, a: Tensor) -> Tensor:
-        full, tail = (blocks.diagonal(dim1=-2, dim2=-1) for blocks in self._blocks(a))
+        full, *tail = (blocks.diagonal(dim1=-2, dim2=-1) for blocks in self._blocks(a))
         trace = full.sum((-2, -1)).unsqueeze(-1)
-        return trace + tail.sum(-1, keepdim=True) if self._tail else trace
+        return trace + tail[0].sum(-1, keepdim=True) if tail else trace
 
     def cross_gram(self, x: Tensor, y: Tensor) -> Tensor:
         products = [p @ q.mT for p, q in zip(self._rows(x), self._rows(y), strict=True)]
@@ -180,12 +186,11 @@ class _BlockSquares(Square):
         block, rows, lead = s.block, s._full * s.block, entries.shape[:-1]
         if lead:
             for p, q, r in zip(s._blocks(entries), s._rows(x), s._rows(out), strict=True):
-                if r.numel():
-                    torch.matmul(p, q, out=r)
+                torch.matmul(p, q, out=r)
             return out
         # As nearly always, with as few calls as possible.
         blocks = entries.narrow(0, 0, rows * block).view(-1, block, block)
-        of_x, of_out = (t.narrow(0, 0, rows).unflatten(0, (-1, block)) for t in (x, out))
+        of_x, of_out = (t.narrow(0, 0, rows).view(-1, block, t.shape[1]) for t in (x, out))
         if out.stride(-1) != 1 and out.mT.is_contiguous():
             # Batched products are slow to write columns: what is laid out by these is multiplied from the
             # right, which symmetric blocks may be, and put in its place afterwards.
