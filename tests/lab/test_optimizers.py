@@ -81,6 +81,13 @@ def test_structures_and_settings():
     assert group["structure"] == "hierarchical(3,2)"
 
 
+def test_the_dtype_of_factors():
+    model = network()
+    optimizer = choose("SINGD factor_dtype=bfloat16").make(model)
+    train(model, optimizer)
+    assert optimizer.state[model[0].weight]["K"].dtype == torch.bfloat16
+
+
 def test_a_structure_for_each_side():
     assert choose("SINGD:dense/diagonal").settings["structure"] == ("dense", "diagonal")
     assert choose("SINGD:auto").make(network()).describe()

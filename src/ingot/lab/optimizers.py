@@ -182,6 +182,8 @@ def _setting(name: str, kind: Kind, word: str) -> dict[str, Any]:
         raise ValueError(f"{word!r} is no setting of {name}: write lr=2e-3, without spaces around '='")
     if kind.structured and key not in ingot_settings():
         raise ValueError(f"{name} has no setting {key!r}{suggestion(key, ingot_settings())}")
+    if key == "factor_dtype" and isinstance(dtype := getattr(torch, value, None), torch.dtype):
+        return {key: dtype}
     try:
         return {key: literal_eval(value)}
     except (ValueError, SyntaxError):
