@@ -1,6 +1,7 @@
 """Checkpoints of other structures and dtypes are turned into what the loading optimizer keeps."""
 
 import copy
+from functools import cache
 from itertools import permutations, product
 from typing import Any
 
@@ -50,6 +51,12 @@ def _layer(structure: Any, kind: type = SINGD, **settings: Any) -> tuple[nn.Modu
     return model, optimizer
 
 
+@cache
+def _saved(structure: str) -> dict[str, Any]:
+    """The checkpoint of such a layer in float64."""
+    return _layer(structure)[1].state_dict()
+
+
 def _random(structure: Structure) -> Tensor:
     return structure.identity(dtype=torch.float64) + 0.2 * torch.randn(structure.numel)
 
@@ -74,7 +81,7 @@ def test_every_structure_from_every_other(into):
     new = bind(parse(into), DIM)
     for text in STRUCTURES:
         old = bind(parse(text), DIM)
-        saved = copy.deepcopy(_layer(text)[1].state_dict())
+        saved = copy.deepcopy(_saved(text))
         entries = saved["state"][0]["K"] = _random(old)
         optimizer.load_state_dict(saved)
         k, old_k = new.dense(optimizer.state[model.weight]["K"]), old.dense(entries)
@@ -169,8 +176,8 @@ INVERTIBLE = ["dense", "block_diagonal(2)", "block_diagonal(4)", "diagonal"]
 @pytest.mark.parametrize(("text", "into"), list(permutations(INVERTIBLE, 2)))
 @pytest.mark.parametrize("relative_damping", [True, False])
 def test_kfacs_averages(text, into, relative_damping):
-    _, optimizer = _layer(text, KFAC, relative_damping=relative_damping)
-    model, other = _layer(into, KFAC, relative_damping=relative_damping)
+    settings = {"relative_damping": relative_damping, "damping": 0.1}
+    (_, optimizer), (model, other) = _layer(text, KFAC, **settings), _layer(into, KFAC, **settings)
     saved = copy.deepcopy(optimizer.state_dict())
     other.load_state_dict(saved)
     old, new = bind(parse(text), DIM), bind(parse(into), DIM)
@@ -193,7 +200,7 @@ def test_kfacs_inverses_have_the_damping_of_the_checkpoint():
 
 
 def test_kfacs_averages_without_traces():
-    saved = copy.deepcopy(_layer("dense", KFAC, **PAPER)[1].state_dict())
+    saved = copy.deepcopy(_layer("dense", KFAC, **PAPER, damping=0.1)[1].state_dict())
     model, other = _layer("diagonal", KFAC)
     other.load_state_dict(saved)
     state = other.state[model.weight]

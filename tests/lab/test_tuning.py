@@ -223,6 +223,7 @@ def test_two_processes_share_a_file(tmp_path):
     shared_by_two(tmp_path, f"sqlite:///{tmp_path / 'study.db'}")
 
 
+@pytest.mark.slow
 def test_jobs_are_processes(tmp_path):
     url = f"sqlite:///{tmp_path / 'study.db'}"
     words = command(tmp_path, url, "--trials", "5", "--jobs", "2")
@@ -265,6 +266,7 @@ def postgres(tmp_path):
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_database(tmp_path, postgres):
     shared_by_two(tmp_path, postgres)
 
