@@ -207,6 +207,7 @@ def test_muon_trains_every_parameter():
 # --- Command line -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 # Of the compiler's own making.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_measures_stores_and_renders_again(tiny, tmp_path, capsys, monkeypatch):
