@@ -97,17 +97,20 @@ class Part(NamedTuple):
         return 0.0 if self.group["decoupled_weight_decay"] else float(self.group["weight_decay"])
 
     def with_momentum(self, natural: Tensor) -> Tensor:
-        """What the momentum will be after this natural gradient, in the place of it. The old one stays."""
+        """What the momentum will be after this natural gradient, in its place if that is memory of its own.
+
+        The old momentum stays as it is.
+        """
         if self.decay:
             natural.add_(self.p, alpha=self.decay)
         rate = number(self.group["momentum"])
-        if rate and not isinstance(rate, Tensor) and not owns_memory(natural):
-            return torch.add(natural, self.state["momentum_buffer"], alpha=rate)  # in memory to be kept
         if isinstance(rate, Tensor):
-            natural.addcmul_(self.state["momentum_buffer"], rate)
-        elif rate:
-            natural.add_(self.state["momentum_buffer"], alpha=rate)
-        return natural
+            return natural.addcmul_(self.state["momentum_buffer"], rate)
+        if not rate:
+            return natural
+        if owns_memory(natural):
+            return natural.add_(self.state["momentum_buffer"], alpha=rate)
+        return torch.add(natural, self.state["momentum_buffer"], alpha=rate)
 
     def keep(self, momentum: Tensor) -> Tensor:
         """Put a new momentum in the place of the old one."""

@@ -250,7 +250,6 @@ def small(monkeypatch):
         "third": Entry("dense", False, missing),
     }
     monkeypatch.setattr(suite, "SUITE", tasks)
-    monkeypatch.setattr("ingot.lab.evaluating.SUITE", tasks, raising=False)
     from ingot.lab import evaluating
 
     evaluating._task.cache_clear()

@@ -17,14 +17,12 @@ from ingot.lab.comparing import folder_name
 from ingot.lab.optimizers import Chosen, choose
 from ingot.lab.progress import ending
 from ingot.lab.records import Run
+from ingot.lab.scoreboard import REFERENCE
 from ingot.lab.suite import EVALUATIONS, suite_task
 from ingot.lab.summary import Group
 from ingot.lab.task import Task
 from ingot.lab.training import Loop, Trainer
 from ingot.lab.tuning import Search, complete, held_out, is_finished, run_search, url_of
-
-REFERENCE = "AdamW"
-"""What others are measured by."""
 
 FRESH_SEED = 100
 """Tuned settings are judged from seeds from here on, which the search has not seen."""
@@ -55,8 +53,13 @@ class Evaluation:
     jobs: int = 1
 
     def __post_init__(self) -> None:
-        if choose(self.optimizers[0]).label != REFERENCE:
+        if self.chosen[0].label != REFERENCE:
             raise ValueError(f"the first optimizer must be {REFERENCE}, which all others are measured by")
+
+    @property
+    def chosen(self) -> list[Chosen]:
+        """The optimizers themselves."""
+        return [choose(text) for text in self.optimizers]
 
 
 class Work(NamedTuple):
@@ -72,8 +75,8 @@ class Work(NamedTuple):
 
 def evaluate_defaults(evaluation: Evaluation, console: Console) -> dict[str, list[Group]]:
     """Each optimizer as it comes, on each task from each seed."""
-    chosen = [choose(text) for text in evaluation.optimizers]
-    return train_suite(evaluation, "defaults", dict.fromkeys(evaluation.tasks, chosen), 0, console)
+    everywhere = dict.fromkeys(evaluation.tasks, evaluation.chosen)
+    return train_suite(evaluation, "defaults", everywhere, 0, console)
 
 
 def evaluate_in_time(
@@ -82,10 +85,9 @@ def evaluate_in_time(
     """Each optimizer but the reference in so many steps as it takes in the reference's time."""
     works: list[Work] = []
     for task, (reference, *others) in defaults.items():
-        for group in others:
+        for group, chosen in zip(others, evaluation.chosen[1:], strict=True):
             share = min(1.0, reference.seconds_per_step / group.seconds_per_step)
-            chosen = choose(next(t for t in evaluation.optimizers if choose(t).label == group.label))
-            epochs = max(1e-9, round(share * _epochs(task, evaluation.data_dir), 3))
+            epochs = max(0.001, round(share * _epochs(task, evaluation.data_dir), 3))
             works += _works(evaluation, "in_time", task, chosen, 0, epochs)
     return _grouped(works, _do_all(evaluation, train_one, works, console), evaluation.tasks)
 
@@ -95,22 +97,19 @@ def evaluate_tuned(
 ) -> tuple[dict[str, list[Group]], dict[str, dict[str, Tuned]]]:
     """The best settings of equally many trials of each optimizer on held out data, from fresh seeds."""
     searches = [
-        Tuning(task, evaluation.data_dir, choose(text), trials, _loop(evaluation, task, 1), evaluation.out)
+        Tuning(task, evaluation.data_dir, chosen, trials, _loop(evaluation, task, 1), evaluation.out)
         for task in evaluation.tasks
-        for text in evaluation.optimizers
+        for chosen in evaluation.chosen
     ]
     found = _do_all(evaluation, tune_one, searches, console)
     best: dict[str, dict[str, Tuned]] = {task: {} for task in evaluation.tasks}
     for search, tuned in zip(searches, found, strict=True):
         best[search.task][search.chosen.label] = tuned
-    chosen = {
-        task: [
-            choose(text).with_settings(best[task][choose(text).label].settings)
-            for text in evaluation.optimizers
-        ]
+    tuned_ones = {
+        task: [chosen.with_settings(best[task][chosen.label].settings) for chosen in evaluation.chosen]
         for task in evaluation.tasks
     }
-    return train_suite(evaluation, "tuned", chosen, FRESH_SEED, console), best
+    return train_suite(evaluation, "tuned", tuned_ones, FRESH_SEED, console), best
 
 
 # --- One training -----------------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ from statistics import fmean, stdev
 
 from ingot.lab.summary import Group
 
+REFERENCE = "AdamW"
+"""What others are measured by."""
+
 Board = Mapping[str, Sequence[Group]]
 """The groups of each task, the reference first."""
 

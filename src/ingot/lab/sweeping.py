@@ -54,7 +54,7 @@ def values_of(text: str) -> tuple[str, Sequence[float]]:
 
 def sweep(evaluation: Evaluation, settings: Mapping[str, Sequence[float]], console: Console) -> list[Point]:
     """Train with each value, all else as it comes. Optimizers that do not have a setting sit it out."""
-    optimizers = [choose(text) for text in evaluation.optimizers]
+    optimizers = evaluation.chosen
     tried = [
         (setting, chosen, value, choose(f"{text} {setting}={value:g}"))
         for setting, values in settings.items()

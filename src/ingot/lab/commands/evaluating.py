@@ -21,9 +21,9 @@ from ingot.lab.commands.app import (
     positive,
     resumable,
 )
+from ingot.lab.scoreboard import REFERENCE
 from ingot.lab.tables import markdown_table, rich_table
 
-REFERENCE = "AdamW"
 BESIDE, SWEPT = ("SINGD", "control", "SGD"), ("SINGD",)
 
 Tasks = Annotated[
