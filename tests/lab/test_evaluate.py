@@ -378,3 +378,30 @@ def test_sweep_shows_every_value_of_those_that_have_it(small, tmp_path):
     assert all(p["loss"] < 1 for p in better)
     assert (tmp_path / "sweep.png").stat().st_size > 5000
     assert (tmp_path / "sweep.svg").is_file()
+
+
+def test_a_search_has_held_out_data_and_gives_its_best(small, tmp_path, monkeypatch):
+    from ingot.lab import evaluating
+
+    seen = {}
+
+    def noting(search, trials, tell):
+        seen["examples"] = len(search.task.train)
+        seen["study"] = run_search(search, trials, tell)
+        return seen["study"]
+
+    run_search = evaluating.run_search
+    monkeypatch.setattr(evaluating, "run_search", noting)
+    found = evaluating.tune_one(
+        evaluating.Tuning("first", None, choose("AdamW"), 3, Loop(tensorboard=False), tmp_path)
+    )
+    assert seen["examples"] == 64 - 64 // 5
+    assert found.loss == min(trial.value for trial in seen["study"].get_trials())
+    assert found.settings == seen["study"].best_trial.params
+
+
+def test_the_graph_network_is_judged_without_dropout(data):
+    made = suite_task("cora", data)
+    model = made.model().eval()
+    scores = [made.objective.score(model, made.test[0]).loss.item() for _ in range(2)]
+    assert scores[0] == scores[1]
