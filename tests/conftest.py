@@ -5,6 +5,10 @@ from ingot.layers.base import _FAMILIES
 from ingot.structures.registry import _BUILDERS
 
 
+def pytest_addoption(parser):
+    parser.addoption("--built", help="folder of wheel and sdist to test; without it, new ones are built")
+
+
 @pytest.fixture(autouse=True)
 def _reproducible():
     """One thread per worker, the same random numbers in every test, and nothing left behind."""

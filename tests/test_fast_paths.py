@@ -180,10 +180,22 @@ def test_products_are_in_no_checkpoint():
         optimizer = ingot.SINGD(model, structure="dense", cache_products=keep)
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
-        assert (optimizer._layers[model.weight].kept is not None) == keep
+        assert bool(optimizer._layers[model.weight].kept.k.square.numel) == keep
         state = optimizer.state_dict()["state"].values()
         sizes.append(sum(v.numel() for values in state for v in values.values() if torch.is_tensor(v)))
     assert sizes[0] == sizes[1]
+
+
+def test_what_is_not_kept_takes_no_memory():
+    """Factors in bfloat16 are applied in float32, without a copy that stays."""
+    model = nn.Linear(6, 5)
+    optimizer = ingot.SINGD(model, structure="dense", cache_products=False, factor_dtype=torch.bfloat16)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    kept, state = optimizer._layers[model.weight].kept, optimizer.state[model.weight]
+    assert kept.k.entries is state["K"]
+    assert kept.c.entries is state["C"]
+    assert state["K"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

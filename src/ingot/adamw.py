@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from ingot.distributed import agreed, is_distributed, local
 from ingot.groups import Group
 from ingot.precision import computing, keeping, put
 from ingot.scalars import is_any, is_known
@@ -33,12 +34,15 @@ def step(params: list[Tensor], states: list[State], group: Group, noise: Noise) 
     Numbers of a shorter dtype are computed with in float32 and rounded once. A gradient that is not finite
     counts as zero.
     """
-    kept = [params, *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))]
+    kept = [[local(p) for p in params]]
+    kept += [[local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq")]
     values = [[tensor.to(computing(tensor.dtype)) for tensor in tensors] for tensors in kept]
     gradients = [
-        p.grad.to(value.dtype) for p, value in zip(params, values[0], strict=True) if p.grad is not None
+        local(p.grad).to(value.dtype)
+        for p, value in zip(params, values[0], strict=True)
+        if p.grad is not None
     ]
-    gradients, bad = _finite(gradients, states)
+    gradients, bad = _finite(gradients, params, states)
     adamw(
         values[0],
         gradients,
@@ -59,8 +63,8 @@ def step(params: list[Tensor], states: list[State], group: Group, noise: Noise) 
     for tensors, computed in zip(kept, values, strict=True):
         for index, (tensor, value) in enumerate(zip(tensors, computed, strict=True)):
             if value is not tensor:
-                is_parameter = tensors is params
-                put(tensor, value, noise(tensor, int(states[index]["step"])) if is_parameter else None)
+                is_parameter = tensors is kept[0]
+                put(tensor, value, noise(params[index], int(states[index]["step"])) if is_parameter else None)
     return {params[index] for index in bad}
 
 
@@ -75,12 +79,21 @@ def _can_be_fused(params: list[Tensor]) -> bool | None:
     return True if on_cpu and not torch.compiler.is_compiling() else None
 
 
-def _finite(gradients: list[Tensor], states: list[State]) -> tuple[list[Tensor], list[int]]:
-    """Gradients with zeros in place of those that are not finite, and where these are, as far as is known."""
-    norms = torch._foreach_norm(gradients)
-    if all(norm.device == norms[0].device for norm in norms) and is_known(torch.stack(norms).isfinite()):
+def _finite(
+    gradients: list[Tensor], params: list[Tensor], states: list[State]
+) -> tuple[list[Tensor], list[int]]:
+    """Gradients with zeros in place of those that are not finite, and where these are, as far as is known.
+
+    Of a parameter that is shared out over processes, each must find what all of them find.
+    """
+    finite = [norm.isfinite() for norm in torch._foreach_norm(gradients)]
+    shared = [index for index, p in enumerate(params) if is_distributed(p)]
+    if shared:
+        flags = agreed(torch.stack([finite[index] for index in shared]), params[shared[0]])
+        for index, flag in zip(shared, flags, strict=True):
+            finite[index] = flag
+    if all(flag.device == finite[0].device for flag in finite) and is_known(torch.stack(finite)):
         return gradients, []
-    finite = [norm.isfinite() for norm in norms]
     for state, flag in zip(states, finite, strict=True):
         state["dropped"] = state.get("dropped", torch.zeros_like(flag, dtype=torch.float32)) + ~flag
     bad = [index for index, flag in enumerate(finite) if is_any(~flag)]

@@ -11,16 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from ingot.distributed import is_distributed, running_replica
 from ingot.layers import Family, LayerAdapter
 
 Sink = Callable[["Tap", Tensor, Tensor, int, object], None]
 """Takes a tap, the input and output gradient of a use, the first matrix used, and the backward pass."""
-
-
-def running_group() -> Any:
-    """The processes that have replicas of the model whose forward pass is running, if there are several."""
-    replicated = nn.parallel.DistributedDataParallel._active_ddp_module
-    return None if replicated is None or replicated.process_group.size() == 1 else replicated.process_group
 
 
 _KEYS = itertools.count()
@@ -39,7 +34,7 @@ class Tap:
     ) -> None:
         self.adapter, self.module, self.flipped = adapter, module, flipped
         self.active = False
-        self.replicas: Any = None  # the processes that have replicas of the model, seen in a forward pass
+        self.replica: Any = None  # of the model, whose forward pass was the last one, if there are several
         self._sink = sink
         self._key = next(_KEYS)
         _TAPS[self._key] = self
@@ -57,7 +52,7 @@ class Tap:
             return _probe(output, x.detach(), self._key, start)
         if torch._C._are_functorch_transforms_active():
             return output  # what torch.func differentiates is no training step
-        self.replicas = running_group()
+        self.replica = running_replica()
         return _Probe.apply(output, x.detach(), self, start)  # type: ignore[no-untyped-call]
 
     def receive(self, x: Tensor, g: Tensor, start: int, outer_pass: int = -1) -> None:
@@ -72,6 +67,8 @@ def _is_wanted(weight: Tensor) -> bool:
     """Whether the running backward pass computes this parameter's gradient."""
     if not weight.requires_grad:
         return False
+    if is_distributed(weight):  # whose gradient is that of a whole one, which is not there yet
+        return True
     # Inside of an operator autograd is switched off, and a parameter's node in the graph cannot be found.
     # It is looked up each time: who holds on to a node keeps the shape that the parameter had.
     autograd = torch._C.DispatchKey.AutogradFunctionality
@@ -208,6 +205,26 @@ class CaptureHook:
         if not torch.is_grad_enabled():
             return False
         return any(tap.is_open for taps in self.taps.values() for tap in taps)
+
+
+class ModelHook:
+    """The forward hook of a whole model: tells its optimizer which replica of it ran, if there are several.
+
+    A copy of it tells nobody.
+    """
+
+    def __init__(self, sink: weakref.WeakMethod[Callable[[Any, Any], None]] | None = None) -> None:
+        self._sink = sink
+
+    def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
+        return ModelHook, ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._sink is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        replica, sink = running_replica(), self._sink()
+        if replica is not None and sink is not None:
+            sink(replica, output)
 
 
 def _random_state(module: nn.Module) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ingot import adamw, budget
 from ingot.conversion import converted
+from ingot.distributed import whole
 from ingot.family import COUNTS, NUMBERS, SIZES, TRACES
 from ingot.groups import Group, check_group
 from ingot.model import Layer, named_parameters
@@ -32,7 +33,8 @@ _REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _COMPLEX = (torch.complex64, torch.complex128)
 
 _KEPT = frozenset({"params", "structure", "factor_dtype", "precondition", "cache_products"})
-"""Settings that stay those of the optimizer that loads: they say how its state is laid out."""
+_KEPT |= {"statistics_dtype", "share_work"}
+"""Settings that stay those of the optimizer that loads: how its state is laid out, and what is sent."""
 
 FUNCTION = "a function"
 """What is saved in the place of a setting that is one."""
@@ -183,12 +185,12 @@ class _Reader:
         if not isinstance(saved, Mapping):
             raise ValueError(f"the checkpoint is damaged: the state of {self._name!r} is {saved!r}")
         if self._layer is not None and self._rule.names[0] in saved:
-            return self._of_layer(self._layer, saved)
+            return self._part(self._of_layer(self._layer, saved))
         momentum = {"momentum_buffer": self._p.shape} if self._with_layer else {}
         if "exp_avg" in saved:
             shapes = {"exp_avg": self._p.shape, "exp_avg_sq": self._p.shape, "step": torch.Size()}
-            return self._checked(saved, momentum | shapes, adamw.KEYS)
-        return self._checked(saved, momentum, frozenset())
+            return self._part(self._checked(saved, momentum | shapes, adamw.KEYS))
+        return self._part(self._checked(saved, momentum, frozenset()))
 
     def _of_layer(self, layer: Layer, saved: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a layer with factors. Numbers that are missing begin at zero."""
@@ -214,6 +216,10 @@ class _Reader:
             state = {key: value for key, value in state.items() if key not in self._rule.keys}
             state |= {key: value.to(first[key].dtype) for key, value in factors.items()}
         return first | state
+
+    def _part(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What of a state this process keeps."""
+        return {key: self._optimizer._laid_out(self._p, key, value) for key, value in state.items()}
 
     def _saved_structures(self, layer: Layer, saved: Mapping[str, Any]) -> Pair:
         """The structures of a checkpoint's factors, which its settings tell unless they were functions."""
@@ -256,10 +262,11 @@ class _Reader:
                 value = torch.tensor(value)
             if not isinstance(value, Tensor) or key not in shapes or value.shape != shapes[key]:
                 raise ValueError(self._misfit(key, value, shapes.get(key)))
-            whole = key in COUNTERS
-            wanted = _WHOLE if whole else _COMPLEX if self._p.is_complex() and key != "step" else _REAL
+            value = whole(value)  # in any process the same, whatever is the matter with it
+            counts = key in COUNTERS
+            wanted = _WHOLE if counts else _COMPLEX if self._p.is_complex() and key != "step" else _REAL
             if (
-                value.dtype not in (*wanted, *(() if whole else _REAL))
+                value.dtype not in (*wanted, *(() if counts else _REAL))
                 or value.layout != torch.strided
                 or value.is_meta
             ):
@@ -268,8 +275,8 @@ class _Reader:
                 )
             if not bool(value.isfinite().all()) or (key in _NEVER_NEGATIVE and bool((value < 0).any())):
                 raise ValueError(f"the checkpoint is damaged: {key!r} of {self._name!r} is out of range")
-            state[key] = int(value) if whole else self._copy(key, value)
-            if not whole and not bool(state[key].isfinite().all()):
+            state[key] = int(value) if counts else self._copy(key, value)
+            if not counts and not bool(state[key].isfinite().all()):
                 raise ValueError(f"{key!r} of {self._name!r} in the checkpoint is out of its type's range")
         return state
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ingot import fisher as curvature_of_losses
 from ingot import health
 from ingot.capture import Tap
+from ingot.distributed import is_sharded_model
 from ingot.family import Rule
 from ingot.groups import Group
 from ingot.model import Layer
@@ -41,16 +42,17 @@ class CollectingOptimizer(ModelOptimizer):
             return
         if not g.numel():  # an empty batch, such as that of an expert without tokens
             return
-        weight = tap.adapter.weight(tap.module)
-        if not self._now.has_followed or weight not in self._layers:
-            self._follow_model()
-        if weight is None or weight not in self._layers:
+        layer = self._layer_behind(tap)
+        if layer is None:
             return
-        layer = self._layers[weight]
-        group, (k, c) = self._group(weight), self._begun_factors(layer)
+        if tap.replica is not None and self._now.replicas is None:
+            self._after_forward(tap.replica, ())
+        group, (k, c) = self._group(layer.weight), self._begun_factors(layer)
         constant = None
         if layer.bias is not None:  # which a tied module need not have
-            constant = float(not tap.flipped and tap.adapter.bias(tap.module) is layer.bias)
+            bias = tap.adapter.bias(tap.module)
+            is_its = bias is layer.bias or (bias is not None and tap.module is layer.module)
+            constant = float(not tap.flipped and is_its)
         device = x.device.type
         off = torch.autocast(device, enabled=False) if autocast_is_on(device) else nullcontext()
         with off:
@@ -65,7 +67,7 @@ class CollectingOptimizer(ModelOptimizer):
                 flipped=tap.flipped,
                 constant=constant,
                 max_rows=group["max_rows"],
-                turn=self.state[weight]["updates"],
+                turn=self.state[layer.weight]["updates"],
             )
             sums = sums_of_use(self.rule, (k, c), use, group["approx"], self._now.grams)
         if not self._now.loss_is_seen:
@@ -77,6 +79,22 @@ class CollectingOptimizer(ModelOptimizer):
         else:
             given = self._now.curvature_pass
             layer.pending.add(sums, tap.flipped, given.terms or terms, given, given.power)
+
+    def _layer_behind(self, tap: Tap) -> Layer | None:
+        """The layer that a tap is behind, after parameters of the model were replaced, if they were.
+
+        A sharded model shows whole parameters in the place of its own in a backward pass.
+        """
+        weight, layer = tap.adapter.weight(tap.module), self._watch.layer_of(tap)
+        if layer is not None and layer.layout is not None:
+            return layer
+        known = None if weight is None else self._layers.get(weight)
+        if known is not None and self._now.has_followed:
+            return known
+        if is_sharded_model(self._watch.model):  # since the optimizer was made
+            return layer
+        self._follow_model()
+        return None if weight is None else self._layers.get(weight)
 
     @property
     def wants_curvature(self) -> bool:
@@ -96,6 +114,11 @@ class CollectingOptimizer(ModelOptimizer):
         if self._fisher != "separate":
             raise RuntimeError(
                 "statistics come from every backward pass already: make the optimizer with fisher='separate'"
+            )
+        if is_sharded_model(self._watch.model):
+            raise RuntimeError(
+                "a model that fully_shard shares out has one backward pass for each forward pass, and none "
+                "for its curvature: make the optimizer with fisher='empirical', or train replicas of it"
             )
         self._now.curvature_pass = this_pass
         try:

@@ -16,6 +16,7 @@ from ingot.family import Inverting, Rule
 from ingot.model import Claim, Layer, find_layers
 from ingot.rules import Pair
 from ingot.structures import Diagonal, Square, Structure
+from ingot.structures.base import Anew
 
 Example: TypeAlias = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """What a model is called with: its only argument, several, or keywords."""
@@ -57,11 +58,18 @@ def layer_flops(
             gradient += prod(lead) * s.flops(columns)
             update += prod(lead) * s.product_flops
         else:
-            gradient += prod(lead) * (2 * square.numel * columns or 2 * s.flops(columns))
+            gradient += prod(lead) * _applied_flops(s, square, columns)
             # KᵀK and K m, and K Kᵀ where it is kept
             update += prod(lead) * s.product_flops * (3 if square.numel else 2)
         statistics += sum(matrices * _statistic_flops(rule, s, n) for matrices, n in seen)
     return Flops(gradient, update, statistics)
+
+
+def _applied_flops(structure: Structure, square: Square, columns: int) -> int:
+    """Those of K Kᵀ from one side of a gradient: kept, made anew, or Kᵀ and then K."""
+    if isinstance(square, Anew):
+        return structure.product_flops + 2 * square.square.numel * columns
+    return 2 * square.numel * columns or 2 * structure.flops(columns)
 
 
 def _statistic_flops(rule: Rule, structure: Structure, rows: int) -> int:

@@ -28,7 +28,7 @@ from ingot.stability import (
     may_be_too_far,
 )
 from ingot.structures import Square, Structure
-from ingot.structures.base import InTurn, Symmetric
+from ingot.structures.base import Anew, InTurn, Symmetric
 
 
 class Statistics(NamedTuple):
@@ -258,7 +258,7 @@ class InverseFree(Rule):
 
     def squares(self, structures: Pair, kept_for: int) -> tuple[Square, Square]:
         k, c = structures
-        return _square(k, c.dim * kept_for), _square(c, k.dim * kept_for)
+        return _square(k, c.dim, kept_for), _square(c, k.dim, kept_for)
 
     def _begun(
         self, state: State, seen: Statistics, traces: Numbers, dampings: Dampings, begins: Flag
@@ -303,11 +303,15 @@ def _size(structure: Structure, m: Tensor, settings: Settings) -> Number:
     return number(structure.norm(m))
 
 
-def _square(structure: Structure, columns: int) -> Square:
+def _square(structure: Structure, columns: int, kept_for: int) -> Square:
     """A Aᵀ takes as long as A times as many columns as it has entries a row, which it saves each time."""
     square = structure.square
-    pays = square is not None and square.numel < columns * structure.dim
-    return square if square is not None and pays else InTurn(structure)
+    if square is None:
+        return InTurn(structure)
+    entries_a_row = square.numel / structure.dim
+    if entries_a_row < columns * kept_for:
+        return square
+    return Anew(square) if entries_a_row < columns else InTurn(structure)
 
 
 class Inverting(Rule):

@@ -170,6 +170,11 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "cache_products": (_optional(_flag), "True, False, or None for as far as AdamW's memory goes"),
     "max_rows": (_optional(_whole(1)), "a whole number of rows, at least 1, or None for all"),
+    "statistics_dtype": (
+        lambda v: v in (None, torch.bfloat16, torch.float32, torch.float64),
+        "torch.bfloat16 or another floating-point dtype, or None for that of the computation",
+    ),
+    "share_work": (_optional(_flag), "True, False, or None for where it pays"),
     "precond_warmup": (_whole(0), "a whole number of steps, at least 0"),
     "max_factor_step": (_optional(_number(0, 1, open_high=True)), "a number from 0 to below 1, or None"),
     "relative_damping": (_flag, "True or False"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ingot.family import NORMS
+from ingot.family import NORMS, Rule
 from ingot.model import Layer, named_parameters
 from ingot.precision import computing
 from ingot.rules import Factor
@@ -81,7 +81,12 @@ def diagnose(optimizer: NaturalGradient, conditions: bool) -> Diagnostics:
 
 
 def _numbers(optimizer: NaturalGradient, layer: Layer, conditions: bool) -> dict[str, Tensor]:
-    state, rule = optimizer.state.get(layer.weight, {}), optimizer.rule
+    rule = optimizer.rule
+    with optimizer._whole_factors([layer], rule.applied):
+        return _numbers_of(rule, layer, optimizer._factors(layer), conditions)
+
+
+def _numbers_of(rule: Rule, layer: Layer, state: dict[str, Any], conditions: bool) -> dict[str, Tensor]:
     if rule.names[0] not in state:
         return {key: state[key] for key in ("dropped",) if key in state}
     numbers = {key: state[key].amax() for key in NORMS if key in state}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ingot.capture import Tap
+from ingot.distributed import reshard
 from ingot.groups import Group, check_group
 from ingot.model import Layer, find_layers
 from ingot.rules import Pair
@@ -36,6 +37,9 @@ class Now:
     seen_loss: Any = None  # what the next step is to check of it
     curvature_pass: Any = None  # that statistics come from at the moment, if not from the loss's
     grams: Grams = field(default_factory=Grams)
+    replicas: Any = None  # the processes that have replicas of the model, once one of them ran
+    exchanges: list[Any] = field(default_factory=list)  # of statistics, which are on their way
+    last_sent: int = -1  # the backward pass after which statistics were last sent
 
 
 class ModelOptimizer(Optimizer):
@@ -65,6 +69,18 @@ class ModelOptimizer(Optimizer):
         """Take the statistics of one use of a layer in one backward pass."""
 
     @abstractmethod
+    def _after_forward(self, replica: Any, output: Any) -> None:
+        """Take note of a forward pass of one of several replicas of the model."""
+
+    @abstractmethod
+    def _lay_out(self, layer: Layer) -> Any:
+        """How a layer is shared out over processes, None if it is not."""
+
+    @abstractmethod
+    def _laid_out(self, p: Tensor, key: str, value: Any) -> Any:
+        """What of a parameter's state is this process's, if it is shared out, from all of it or its part."""
+
+    @abstractmethod
     def _state_dtype(self, p: Tensor, key: str) -> torch.dtype:
         """The dtype of a tensor of a parameter's state."""
 
@@ -74,7 +90,7 @@ class ModelOptimizer(Optimizer):
 
     def _begin(self, model: nn.Module, compiled_before: bool) -> None:
         """What is not kept in checkpoints or copies."""
-        self._watch = Watch(model, self, self._collect)
+        self._watch = Watch(model, self, self._collect, self._after_forward)
         self._group_index: dict[Tensor, int] = {}
         self._positions: dict[Tensor, int] = {}  # among all parameters
         self._kinds: dict[Tensor, _Kind] = {}  # as parameters were when last seen
@@ -132,6 +148,7 @@ class ModelOptimizer(Optimizer):
         self._choose(layers)
         for layer in new.values():
             layer.structures = self._bind(layer)
+            layer.layout = self._lay_out(layer)
         for weight, layer in list(watched.items()):
             if weight in new or weight not in layers:
                 self._watch.drop(layer)
@@ -164,6 +181,8 @@ class ModelOptimizer(Optimizer):
     def _follow_model(self) -> None:
         """Take over parameters that were replaced in the model or changed their dtype or device."""
         if self._watch.has_changed:
+            reshard(self._watch.model)  # which shows other parameters after a forward pass alone
+        if self._watch.has_changed:
             self._replace_parameters(self._watch)
         for p in self._group_index:
             kind = _kind(p)
@@ -180,6 +199,7 @@ class ModelOptimizer(Optimizer):
             for layer in self._layers.values():
                 if layer.weight is p:
                     layer.structures, layer.pending = self._bind(layer), None
+                    layer.layout, layer.whole = self._lay_out(layer), None
             return
         state = self.state.get(p, {})
         for key, value in state.items():
@@ -196,7 +216,9 @@ class ModelOptimizer(Optimizer):
                 continue
             members = self._group(old)["params"]
             self._group_index[new] = self._group_index[old]
-            members.insert(next(i for i, p in enumerate(members) if p is old), new)
+            # Accelerate puts the parameters of a sharded model into the groups by itself.
+            if all(p is not new for p in members):
+                members.insert(next(i for i, p in enumerate(members) if p is old), new)
             if old in gone and old in self.state:
                 state = self.state.pop(old)
                 if new.shape == old.shape:
@@ -208,10 +230,16 @@ class ModelOptimizer(Optimizer):
             self.state.pop(old, None)
             self._kinds.pop(old, None)
         self._index_groups()
+        seen = {now_is.get(weight, weight): layer for weight, layer in watch.layers.items()}
         self._renew(find_layers(watch.model, preconditionable(self.param_groups), biases))
         for weight, layer in watch.layers.items():
             if weight in self.state:
                 self.state[weight] = self._fitting(layer, self.state[weight])
+            if layer.layout is not None and weight in seen and seen[weight].structures == layer.structures:
+                layer.pending = seen[weight].pending  # its weight was sharded before the backward pass
+        for p, state in self.state.items():
+            self.state[p] = {key: self._laid_out(p, key, value) for key, value in state.items()}
+        self._refresh()
 
     def _index_groups(self) -> None:
         self._group_index.clear()
@@ -228,10 +256,17 @@ class ModelOptimizer(Optimizer):
         """Forget the gradients, and the statistics that came with them."""
         self._follow_model()
         super().zero_grad(set_to_none)
-        for layer in self._layers.values():
-            layer.pending = None
+        self._forget_statistics()
         self._now.has_followed = False
         self._refresh()
+
+    def _forget_statistics(self) -> None:
+        """Begin anew; what other processes were told is told to all of them, and forgotten by all."""
+        for layer in self._layers.values():
+            layer.pending = None
+        for exchange in self._now.exchanges:
+            exchange.end()
+        self._now.exchanges.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         # With the model, to which copies of the parameters belong.

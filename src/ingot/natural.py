@@ -9,11 +9,14 @@ from torch import Tensor, nn
 
 from ingot import adamw as adamw_steps
 from ingot import rules
+from ingot.distributed import local
+from ingot.family import Rule
 from ingot.groups import Group
 from ingot.model import Layer
-from ingot.precision import computing, keeping
+from ingot.precision import computable, computing, keeping
 from ingot.rules import Pair, Product
 from ingot.scalars import Number, number
+from ingot.structures import SquarePart
 from ingot.structures.diagonal import Squares
 
 
@@ -35,13 +38,23 @@ class Kept(NamedTuple):
     k: Product
     c: Product
     scales: Scales | None
-    bias_apart: tuple[Product, Tensor] | None  # K Kᵀ of the weight and of the bias, where these do not mix
+    parts: tuple[SquarePart, SquarePart] | None  # K Kᵀ of the first columns, and of the last with the bias
 
     def is_of(self, structures: Pair, kept_for: int, k: Tensor, c: Tensor) -> bool:
         """Whether the factors are still the same."""
         same = self.structures is structures and self.kept_for == kept_for
         same = same and self.sources[0] is k and self.sources[1] is c
         return same and self.versions == (k._version, c._version)
+
+
+def products_of(
+    rule: Rule, structures: Pair, k: Tensor, c: Tensor, kept_for: int = 0
+) -> tuple[Product, Product]:
+    """K Kᵀ and C Cᵀ of given factors, for so many steps."""
+    squares = rule.squares(structures, kept_for)
+    pairs = zip(squares, (k, c), strict=True)
+    of_k, of_c = (Product(q, q.of(computable(a)) if q.numel else a) for q, a in pairs)
+    return of_k, of_c
 
 
 def scales(k: Product, c: Product, bias: Tensor | None) -> Scales | None:
@@ -55,11 +68,26 @@ def scales(k: Product, c: Product, bias: Tensor | None) -> Scales | None:
 
 
 class Part(NamedTuple):
-    """A parameter of a layer in its step."""
+    """A parameter of a layer in its step: what of it is in this process."""
 
     p: nn.Parameter
     state: dict[str, Any]
     group: Group
+
+    @property
+    def value(self) -> Tensor:
+        """What is moved."""
+        return local(self.p)
+
+    @property
+    def gradient(self) -> Tensor:
+        """Where to, but for its sign; zeros if there is none."""
+        return torch.zeros_like(self.value) if self.p.grad is None else local(self.p.grad)
+
+    @property
+    def momentum(self) -> Tensor:
+        """The momentum so far."""
+        return local(self.state["momentum_buffer"])
 
     def begin(self) -> None:
         """Make sure that there is a momentum, if there is to be one."""
@@ -102,23 +130,23 @@ class Part(NamedTuple):
         The old momentum stays as it is.
         """
         if self.decay:
-            natural.add_(self.p, alpha=self.decay)
+            natural.add_(self.value, alpha=self.decay)
         rate = number(self.group["momentum"])
         if isinstance(rate, Tensor):
-            return natural.addcmul_(self.state["momentum_buffer"], rate)
+            return natural.addcmul_(self.momentum, rate)
         if not rate:
             return natural
         if owns_memory(natural):
-            return natural.add_(self.state["momentum_buffer"], alpha=rate)
-        return torch.add(natural, self.state["momentum_buffer"], alpha=rate)
+            return natural.add_(self.momentum, alpha=rate)
+        return torch.add(natural, self.momentum, alpha=rate)
 
     def keep(self, momentum: Tensor) -> Tensor:
         """Put a new momentum in the place of the old one."""
         if not self.group["momentum"]:
             return momentum
-        old = self.state["momentum_buffer"]
+        old = self.momentum
         alike = momentum.dtype == old.dtype and momentum.stride() == old.stride()
-        if alike and owns_memory(momentum):
+        if alike and old is self.state["momentum_buffer"] and owns_memory(momentum):
             self.state["momentum_buffer"] = momentum  # no need to write it once more
             return momentum
         return old.copy_(momentum)
@@ -131,7 +159,7 @@ def owns_memory(tensor: Tensor) -> bool:
 
 def natural_gradient(layer: Layer, kept: Kept, gradients: list[Tensor]) -> list[Tensor]:
     """C Cᵀ ∇W K Kᵀ of the weight and of its bias, from their gradients, in memory of their own."""
-    dtype, adapter = kept.k.entries.dtype, layer.adapter
+    dtype, adapter = computing(kept.k.entries.dtype), layer.adapter
     weight, *bias = (g if g.dtype == dtype else g.to(dtype) for g in gradients)
     matrix = adapter.weight_matrix(layer.module, weight)
     natural, *last = natural_matrix(kept, (matrix, *bias))
@@ -150,13 +178,27 @@ def natural_matrix(kept: Kept, gradients: tuple[Tensor, ...]) -> list[Tensor]:
     if not bias:
         return [rules.natural_gradient(k, c, matrix)]
     column = bias[0].view(*matrix.shape[:-1], 1)
-    if kept.bias_apart is not None:
-        of_matrix, of_column = kept.bias_apart
-        beside = c.apply(column, torch.empty_like(column)) * of_column.unsqueeze(-1)
-        return [rules.natural_gradient(of_matrix, c, matrix), beside.reshape(bias[0].shape)]
-    both = _beside(matrix, column)
-    natural, beside = rules.natural_gradient(k, c, both).split((matrix.shape[-1], 1), dim=-1)
+    if kept.parts is not None:
+        natural, beside = _in_parts(*kept.parts, c, matrix, column)
+    else:
+        both = rules.natural_gradient(k, c, _beside(matrix, column))
+        natural, beside = both.split((matrix.shape[-1], 1), dim=-1)
     return [natural, beside.reshape(bias[0].shape)]
+
+
+def _in_parts(
+    first: SquarePart, last: SquarePart, c: Product, matrix: Tensor, column: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The natural gradient where few columns mix with the bias: nothing large is put together or cut."""
+    matrix, column = (c.apply(x, torch.empty_like(x)) for x in (matrix, column))
+    of_first, of_last = Product(first.square, first.entries), Product(last.square, last.entries)
+    if last.rows == 1:
+        return of_first.apply_right(matrix), of_last.apply_right(column)
+    both = of_last.apply_right(torch.cat((matrix[..., first.rows :], column), dim=-1))
+    natural = matrix if first.square.works_in_place else torch.empty_like(matrix)
+    of_first.apply(*(x[..., : first.rows].mT for x in (matrix, natural)))
+    natural[..., first.rows :] = both[..., :-1]
+    return natural, both[..., -1:]
 
 
 def fused_descent(weight: Tensor, momentum: Tensor, length: float, decay: float) -> None:

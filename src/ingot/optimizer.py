@@ -14,6 +14,7 @@ from ingot import adamw as adamw_steps
 from ingot import budget, checkpoints, health
 from ingot.budget import BudgetLike, Choice
 from ingot.description import Description, describe
+from ingot.distributed import local, reshard
 from ingot.family import NUMBERS, SIZES, InverseFree, Inverting, Rule
 from ingot.groups import AUTO, Group, Params, check_adamw, separate_adamw, structure_pair, trained_groups
 from ingot.model import Layer, find_layers, is_compiled, unwrapped
@@ -75,6 +76,10 @@ class NaturalGradient(SteppingOptimizer):
             faster; None keeps them as far as the whole state stays within AdamW's (or the budget).
         max_rows: Statistics are taken from about so many rows of a batch (samples, or with ``"expand"``
             their places), others at each update; None takes all.
+        statistics_dtype: The dtype that statistics are sent in where several processes train the model, such
+            as ``torch.bfloat16`` for half the traffic; None sends them as they are.
+        share_work: Whether several processes divide the updates of factors among them, and tell each other
+            what they came to; None lets them where that takes less time, as for large dense factors.
         precond_warmup: For so many first steps the factors are updated every time, and β₁ starts high.
         max_factor_step: Bound on β₁ times the spectral norm of a factor's direction, or None.
         relative_damping: Whether ``damping`` is in units of the mean traces of U and G.
@@ -114,6 +119,8 @@ class NaturalGradient(SteppingOptimizer):
         factor_dtype: torch.dtype | None = None,
         cache_products: bool | None = None,
         max_rows: int | None = None,
+        statistics_dtype: torch.dtype | None = None,
+        share_work: bool | None = None,
         precond_warmup: int = 20,
         max_factor_step: float | None = 0.5,
         relative_damping: bool = True,
@@ -143,6 +150,7 @@ class NaturalGradient(SteppingOptimizer):
         self._begin_collecting(fisher)
         adamw = check_adamw({} if adamw is None else adamw, defaults)
         inner = unwrapped(model)
+        reshard(inner)
         self._begin(inner, is_compiled(model))
         groups = trained_groups(inner, params)
         found = find_layers(inner, preconditionable(groups))
@@ -184,7 +192,9 @@ class NaturalGradient(SteppingOptimizer):
         return pair
 
     def _is_due(self, layer: Layer) -> bool:
-        group, steps = self._group(layer.weight), self.state.get(layer.weight, {}).get("steps", 0)
+        group, state = self._group(layer.weight), self.state.get(layer.weight, {})
+        # A layer that nothing was captured of, since its module is passed by, is AdamW's: it counts as well.
+        steps = state["steps"] if "steps" in state else int(state.get("step", 0))
         return steps < group["precond_warmup"] or steps % group["precond_every"] == 0
 
     def _state_dtype(self, p: Tensor, key: str) -> torch.dtype:
@@ -195,6 +205,7 @@ class NaturalGradient(SteppingOptimizer):
 
     def _fitting(self, layer: Layer, state: dict[str, Any]) -> dict[str, Any]:
         pairs = zip(self.rule.names, layer.structures, strict=True)
+        layer.whole = None
         if all(state[name].shape[-1] == s.numel for name, s in pairs if name in state):
             return state
         return {key: value for key, value in state.items() if key == "momentum_buffer"}
@@ -249,7 +260,8 @@ class NaturalGradient(SteppingOptimizer):
         self.state.clear()
         self.state.update(states)
         for layer in self._layers.values():
-            layer.pending = None
+            layer.whole = None
+        self._forget_statistics()
         self._refresh()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -289,8 +301,7 @@ class NaturalGradient(SteppingOptimizer):
         self._update_factors(layers, scale)
         done = {p for layer in layers for p in layer.parameters}
         self._step_weights(layers)
-        for layer in self._layers.values():
-            layer.pending = None
+        self._forget_statistics()
         for group in self.param_groups:
             self._step_adamw(group, [p for p in group["params"] if p.grad is not None and p not in done])
 
@@ -298,7 +309,7 @@ class NaturalGradient(SteppingOptimizer):
         """Whether this is the empty step by which torch.distributed.checkpoint lets state come to be."""
         if self.state or not all(float(group["lr"]) == 0 for group in self.param_groups):
             return False
-        return not any(p.grad.any() for p in self._group_index if p.grad is not None)
+        return not any(local(p.grad).any() for p in self._group_index if p.grad is not None)
 
     def _make_state(self) -> None:
         """The state that a first step of all parameters that are not frozen would leave behind."""

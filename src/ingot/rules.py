@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ingot.precision import computable
 from ingot.scalars import Number, coefficient, number
 from ingot.structures import Square, Structure
 
@@ -36,17 +37,12 @@ class Product(NamedTuple):
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         """Its product with X; ``out`` is a place for it."""
-        return self.square.apply(self.entries, x, out)
+        return self.square.apply(computable(self.entries), x, out)
 
     def apply_right(self, x: Tensor) -> Tensor:
         """The product of X with it, in the place of X if that is possible."""
         out = x if self.square.works_in_place else torch.empty_like(x)
         return self.apply(x.mT, out.mT).mT
-
-    def last_apart(self) -> tuple[Product, Tensor] | None:
-        """That of all rows but the last and the number for this, where it stands on its own."""
-        square = self.square.without_last
-        return None if square is None else (Product(square, self.entries[..., :-1]), self.entries[..., -1:])
 
 
 class Curvature(NamedTuple):
@@ -77,7 +73,8 @@ def direction(factor: Factor, h: Curvature, weight: Number, damping: Number) -> 
     s, entries = factor
     weight, damping = coefficient(0.5 * weight * h.scale, entries), coefficient(0.5 * damping, entries)
     if isinstance(weight, Tensor) or isinstance(damping, Tensor):
-        m = s.self_gram(entries).mul_(damping).addcmul_(h.entries, torch.as_tensor(weight).to(entries))
+        weight = torch.as_tensor(weight, dtype=entries.dtype, device=entries.device)
+        m = s.self_gram(entries).mul_(damping).addcmul_(h.entries, weight)
     else:
         m = s.add_self_gram(h.entries, entries, weight, damping)
     return s.add_identity_(m, -0.5)

@@ -8,7 +8,7 @@ with operators serves both.
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -84,16 +84,27 @@ def greatest(value: Number, bound: float) -> Number:
     return value.clamp_min(bound) if isinstance(value, Tensor) else max(value, bound)
 
 
+class Squares(NamedTuple):
+    """The sum of some numbers' squares, and how many these are."""
+
+    total: Number
+    size: Number
+
+    @property
+    def root_mean(self) -> Number:
+        """Their root mean square."""
+        return (self.total / self.size) ** 0.5
+
+
+def squares(tensors: list[Tensor]) -> Squares:
+    """Those of all entries together."""
+    total = sum([number(_sum_of_squares(t)) for t in _joined(tensors)])
+    return Squares(total, sum([t.numel() for t in tensors]))
+
+
 def root_mean_square(tensors: list[Tensor]) -> Number:
     """The root mean square of all entries together."""
-    return root_mean_squares([tensors])[0]
-
-
-def root_mean_squares(sets: list[list[Tensor]]) -> list[Number]:
-    """The root mean square of all entries of each of several sets of tensors on one device."""
-    sums = [sum([number(_sum_of_squares(t)) for t in _joined(tensors)]) for tensors in sets]
-    sizes = [sum([t.numel() for t in tensors]) for tensors in sets]
-    return [(total / size) ** 0.5 for total, size in zip(sums, sizes, strict=True)]
+    return squares(tensors).root_mean
 
 
 def _joined(tensors: list[Tensor]) -> list[Tensor]:

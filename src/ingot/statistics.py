@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from ingot.family import Rule, Statistics
 from ingot.layers import LayerAdapter, columns
 from ingot.rules import Curvature, Factor
-from ingot.scalars import Number, coefficient, is_finite, number, where
+from ingot.scalars import Number, coefficient, greatest, is_finite, number, where
 from ingot.stability import at_least_tiny
 from ingot.structures import Diagonal, Structure
 from ingot.structures.base import beside
@@ -31,7 +31,7 @@ class Sums(NamedTuple):
     c: Tensor
     square_k: Tensor
     square_c: Tensor
-    rows: int | Tensor  # as a tensor [..., 1] where not all of the layer's matrices were used alike
+    rows: Number  # as a tensor [..., 1] where not all of the layer's matrices were used alike
 
     def plus(self, other: Sums | None) -> Sums:
         """Both together."""
@@ -103,7 +103,7 @@ class Pending:
     def __init__(self) -> None:
         self.sums: dict[bool, Sums] = {}
         self.terms: int | Tensor = 0
-        self._power: int | None = None
+        self.power: int | None = None
         self._pass: object = None
         self._terms_of_pass = 0
 
@@ -115,7 +115,7 @@ class Pending:
         With what power of the number of terms G scales follows from the loss, unless it is given: -1 where
         the gradients are those of single terms, of which G is the mean.
         """
-        self._power = power
+        self.power = power
         self.sums[flipped] = sums.plus(self.sums.get(flipped))
         if backward_pass != self._pass:
             self._pass, self._terms_of_pass = backward_pass, 0
@@ -123,14 +123,16 @@ class Pending:
         self._terms_of_pass += new
         self.terms += new
 
-    def replace(self, sums: Mapping[bool, Sums], terms: int | Tensor, replicas: int) -> None:
-        """Take sums over replicas in the place of one's own.
+    def replace(
+        self, sums: Mapping[bool, Sums], terms: int | Tensor, processes: int, power: int | None
+    ) -> None:
+        """Take sums over processes in the place of one's own.
 
-        Gradients are averaged over replicas, so that each has those of the whole loss times their number;
+        Gradients are averaged over processes, so that each has those of the whole loss times their number;
         where G is a mean over terms, it is one over all of them already.
         """
-        square = 1.0 if self._power == -1 else replicas**-2.0
-        self.terms = terms
+        self.power, self.terms = power, terms
+        square = 1.0 if power == -1 else processes**-2.0
         for side, found in sums.items():
             if side:
                 found = found._replace(k=found.k * square, square_k=found.square_k * square)
@@ -147,7 +149,7 @@ class Pending:
 
         ``scale`` is what the loss was multiplied with for the backward pass, if it was.
         """
-        power = int(loss_is_mean) if self._power is None else self._power
+        power = int(loss_is_mean) if self.power is None else self.power
         of_g: Number = self._count**power
         if scale is not None:
             of_g = of_g / number(scale.to(next(iter(self.sums.values())).c.device).square())
@@ -160,8 +162,8 @@ class Pending:
         return found[0] if len(found) == 1 else _added(*found)
 
 
-def _mean(rows: int | Tensor) -> Number:
-    return 1 / rows.clamp_min(1) if isinstance(rows, Tensor) else 1 / rows
+def _mean(rows: Number) -> Number:
+    return 1 / greatest(rows, 1)
 
 
 def _added(a: Statistics, b: Statistics) -> Statistics:

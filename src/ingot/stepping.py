@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,27 +10,27 @@ from torch import Tensor, nn
 from ingot import adamw as adamw_steps
 from ingot import rows, stability
 from ingot.compiled import take_steps
+from ingot.distributed import place_of
 from ingot.groups import Group
 from ingot.model import Layer, named_parameters
-from ingot.natural import Kept, Part, Scales, fused_descent, natural_gradient, scales
-from ingot.precision import computable, computing, put
-from ingot.rules import Product
-from ingot.scalars import (
-    Flag,
-    Number,
-    is_at_hand,
-    is_finite,
-    no,
-    number,
-    root_mean_square,
-    root_mean_squares,
-    where,
-)
+from ingot.natural import Kept, Part, Scales, fused_descent, natural_gradient, products_of, scales
+from ingot.precision import computing, put
+from ingot.scalars import Flag, Number, Squares, is_at_hand, is_finite, no, number, squares, where
+from ingot.shards import natural_gradient as natural_gradient_of_shard
 from ingot.structures import Square
 from ingot.updating import UpdatingOptimizer
 
 GAIN_EVERY = 10
 """How long natural gradients are is noted at one of so many factor updates: it takes time."""
+
+
+class Begun(NamedTuple):
+    """A layer's step before the weights move: what the momenta will be, and the sizes that it depends on."""
+
+    layer: Layer
+    parts: list[Part]
+    momenta: list[Tensor]
+    sizes: dict[str, Squares]  # of "momentum"; of "weight" and of "natural" and plain "gradient" if needed
 
 
 class SteppingOptimizer(UpdatingOptimizer):
@@ -40,7 +40,7 @@ class SteppingOptimizer(UpdatingOptimizer):
         return [Part(p, self.state[p], self._group(p)) for p in layer.parameters if p.grad is not None]
 
     def _step_weights(self, layers: list[Layer]) -> None:
-        """Take the steps of all layers, each in the way that takes it the least time."""
+        """Take the steps of all layers, each in the way that takes the least time."""
         for several in _buckets(self._step_large(self._step_compiled(layers))):
             self._step_layers(several)
 
@@ -49,7 +49,8 @@ class SteppingOptimizer(UpdatingOptimizer):
         others: list[Layer] = []
         found: dict[torch.device, list[tuple[Layer, list[Part], Scales]]] = {}
         for layer in layers:
-            parts = self._parts(layer) if self._group(layer.weight)["compile"] else []
+            wanted = layer.layout is None and self._group(layer.weight)["compile"]
+            parts = self._parts(layer) if wanted else []
             scales = self._simple_scales(layer, parts) if parts else None
             if scales is None:
                 others.append(layer)
@@ -67,7 +68,8 @@ class SteppingOptimizer(UpdatingOptimizer):
         """Take the steps of all layers that are better moved in parts, and return the others."""
         others = []
         for layer in layers:
-            parts = self._parts(layer) if layer.weight.numel() > rows.LARGE else []
+            is_large = layer.layout is None and layer.weight.numel() > rows.LARGE
+            parts = self._parts(layer) if is_large else []
             scales = self._simple_scales(layer, parts) if parts and is_at_hand(layer.weight) else None
             if scales is not None:
                 matrices = [layer.adapter.weight_matrix(layer.module, t) for t in parts[0].tensors]
@@ -113,31 +115,59 @@ class SteppingOptimizer(UpdatingOptimizer):
         return self._kept(layer, parts[0].group).scales if same and in_place else None
 
     def _step_layers(self, layers: list[Layer]) -> None:
-        """Take the steps of some layers on one device: all momenta first, so that sizes are read at once."""
-        parts = [self._parts(layer) for layer in layers]
-        momenta = [self._momenta(layer, its_parts) for layer, its_parts in zip(layers, parts, strict=True)]
-        sizes = root_mean_squares(momenta)
-        for layer, its_parts, its_momenta, size in zip(layers, parts, momenta, sizes, strict=True):
-            trusted = self._trusted(layer, its_parts[0].group, size)
+        """Take the steps of some layers in one place: all momenta first, so that sizes are read at once."""
+        with self._whole_factors(layers, self.rule.applied):
+            begun = [self._begun_step(layer) for layer in layers]
+        for layer, parts, momenta, sizes in self._measured(begun):
+            size = sizes["momentum"].root_mean
+            if "natural" in sizes:
+                self._note_gain(layer, sizes["natural"].root_mean, sizes["gradient"].root_mean)
+            trusted = self._trusted(layer, parts[0].group, size)
             if trusted is not True:
-                its_momenta, size = self._without_gradient(its_parts, its_momenta, trusted)
+                momenta, size = self._without_gradient(layer, parts, momenta, trusted)
             steps = self.state[layer.weight]["steps"]
-            lengths = self._lengths(layer, its_parts, size)
-            for part, momentum, length in zip(its_parts, its_momenta, lengths, strict=True):
+            weight_size = sizes["weight"].root_mean if "weight" in sizes else None
+            lengths = self._lengths(layer, parts, size, weight_size)
+            for part, momentum, length in zip(parts, momenta, lengths, strict=True):
                 self._descend(part, part.keep(momentum), length, steps)
             self.state[layer.weight]["steps"] = steps + 1
 
-    def _momenta(self, layer: Layer, parts: list[Part]) -> list[Tensor]:
+    def _begun_step(self, layer: Layer) -> Begun:
         """What the momenta of weight and bias will be after their natural gradients."""
+        parts = self._parts(layer)
         for part in parts:
             part.begin()
         gradients = [self._gradient(p) for p in layer.parameters]
-        natural = natural_gradient(layer, self._kept(layer, parts[0].group), gradients)
+        natural = self._natural_gradient(layer, parts[0].group, gradients)
+        sizes = {}
         if layer.pending is not None and self.state[layer.weight]["updates"] % GAIN_EVERY == 1:
-            self._note_gain(layer, natural, gradients)
+            sizes = {"natural": squares(natural), "gradient": squares(gradients)}
         if len(parts) < len(natural):  # a gradient is missing
             natural = [n for n, p in zip(natural, layer.parameters, strict=True) if p.grad is not None]
-        return [part.with_momentum(n) for part, n in zip(parts, natural, strict=True)]
+        momenta = [part.with_momentum(n) for part, n in zip(parts, natural, strict=True)]
+        sizes["momentum"] = squares(momenta)
+        if any(self._is_bounded(layer, part) for part in parts):
+            sizes["weight"] = squares([parts[0].value if parts[0].p is layer.weight else layer.weight])
+        return Begun(layer, parts, momenta, sizes)
+
+    def _natural_gradient(self, layer: Layer, group: Group, gradients: list[Tensor]) -> list[Tensor]:
+        if layer.layout is None:
+            return natural_gradient(layer, self._kept(layer, group), gradients)
+        k, c = (self._factors(layer)[name] for name in self.rule.applied)
+        dtype = computing(k.dtype)
+        return natural_gradient_of_shard(layer, layer.layout, k, c, [g.to(dtype) for g in gradients])
+
+    def _measured(self, begun: list[Begun]) -> list[Begun]:
+        """The same with sizes of all that processes have of a layer, where its weight is shared out."""
+        if not begun or begun[0].layer.layout is None:
+            return begun
+        shard, device = begun[0].layer.layout.shard, begun[0].layer.weight.device
+        flat = [value for step in begun for both in step.sizes.values() for value in both]
+        totals = iter(shard.summed(flat, device))
+        return [
+            step._replace(sizes={key: Squares(next(totals), next(totals)) for key in step.sizes})
+            for step in begun
+        ]
 
     def _kept(self, layer: Layer, group: Group) -> Kept:
         """K Kᵀ and C Cᵀ; where they are worth keeping, those that were made after the last factor update."""
@@ -147,14 +177,11 @@ class SteppingOptimizer(UpdatingOptimizer):
         if kept is not None and kept.is_of(layer.structures, kept_for, state[k], state[c]):
             return kept
         sources = state[k], state[c]
-        squares = self.rule.squares(layer.structures, kept_for)
-        pairs = zip(squares, sources, strict=True)
-        of_k, of_c = (Product(square, square.of(computable(a))) for square, a in pairs)
+        of_k, of_c = products_of(self.rule, layer.structures, *sources, kept_for)
         versions = sources[0]._version, sources[1]._version
         both = scales(of_k, of_c, layer.bias)
-        apart = of_k.last_apart() if layer.bias is not None else None
-        kept = Kept(layer.structures, kept_for, sources, versions, of_k, of_c, both, apart)
-        layer.kept = kept if any(square.numel for square in squares) else None
+        parts = of_k.square.parts(of_k.entries) if layer.bias is not None else None
+        layer.kept = kept = Kept(layer.structures, kept_for, sources, versions, of_k, of_c, both, parts)
         return kept
 
     def _kept_for(self, layer: Layer, group: Group) -> int:
@@ -169,13 +196,12 @@ class SteppingOptimizer(UpdatingOptimizer):
         return self.rule.squares(layer.structures, self._kept_for(layer, self._group(layer.weight)))
 
     def _gradient(self, p: nn.Parameter) -> Tensor:
-        if p.grad is None:
-            return torch.zeros_like(p)
-        return -p.grad if self._group(p)["maximize"] else p.grad
+        group = self._group(p)
+        gradient = Part(p, self.state[p], group).gradient
+        return -gradient if group["maximize"] else gradient
 
-    def _note_gain(self, layer: Layer, natural: list[Tensor], gradients: list[Tensor]) -> None:
+    def _note_gain(self, layer: Layer, long: Number, short: Number) -> None:
         """Keep how much longer the natural gradient is than the plain one, for the diagnostics."""
-        long, short = root_mean_squares([natural, gradients])
         gain, state = long / stability.at_least_tiny(short), self.state[layer.weight]
         _note(state, "gain", where(is_finite(gain), gain, number(state["gain"])))
 
@@ -193,14 +219,15 @@ class SteppingOptimizer(UpdatingOptimizer):
         return trusted
 
     def _without_gradient(
-        self, parts: list[Part], momenta: list[Tensor], trusted: Flag
+        self, layer: Layer, parts: list[Part], momenta: list[Tensor], trusted: Flag
     ) -> tuple[list[Tensor], Number]:
         """Momenta after a gradient of zero where those after the real one are not trusted, and their size."""
         found = []
         for part, momentum in zip(parts, momenta, strict=True):
             other = part.with_momentum(torch.zeros_like(momentum))
             found.append(torch.where(trusted, momentum, other) if isinstance(trusted, Tensor) else other)
-        return found, root_mean_square(found)
+        (step,) = self._measured([Begun(layer, parts, found, {"momentum": squares(found)})])
+        return found, step.sizes["momentum"].root_mean
 
     def _count_dropped(self, layer: Layer, trusted: Flag) -> None:
         if trusted is not True:
@@ -211,44 +238,52 @@ class SteppingOptimizer(UpdatingOptimizer):
 
     # --- Weights ----------------------------------------------------------------------------------------
 
-    def _lengths(self, layer: Layer, parts: list[Part], size: Number) -> list[Number]:
+    def _is_bounded(self, layer: Layer, part: Part) -> bool:
+        """Whether a parameter's step may be bounded by the size of the layer's weight."""
+        lr, bound = part.lr, part.group["max_relative_step"]
+        if bound is None or not part.group["normalize_step"]:
+            return False
+        return isinstance(lr, Tensor) or stability.may_bind(lr, layer.structures[0].dim, bound)
+
+    def _lengths(
+        self, layer: Layer, parts: list[Part], size: Number, weight_size: Number | None = None
+    ) -> list[Number]:
         """What momenta of this size are multiplied with."""
         if not parts[0].group["normalize_step"]:
             return [part.lr for part in parts]
-        d_i, weight, lengths = layer.structures[0].dim, None, []
+        d_i, lengths = layer.structures[0].dim, []
         for part in parts:
-            lr, bound = part.lr, part.group["max_relative_step"]
-            if bound is not None and (isinstance(lr, Tensor) or stability.may_bind(lr, d_i, bound)):
-                weight = root_mean_square([layer.weight]) if weight is None else weight
-                lengths.append(stability.step_length(lr, size, weight, d_i, bound))
-            else:
-                lengths.append(stability.step_length(lr, size, 0.0, d_i, None))
+            bound = part.group["max_relative_step"] if self._is_bounded(layer, part) else None
+            if weight_size is None:
+                weight_size = 0.0 if bound is None else squares([layer.weight]).root_mean
+            lengths.append(stability.step_length(part.lr, size, weight_size, d_i, bound))
         return lengths
 
     def _descend(self, part: Part, momentum: Tensor, length: Number, step: int) -> None:
         """W ← (1 - decay) W - length m."""
-        p, group = part.p, part.group
+        p, group = part.value, part.group
         decay = part.lr * group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
         value = p.to(computing(p.dtype))
         momentum = momentum.to(value.dtype)
         if isinstance(length, Tensor) or isinstance(decay, Tensor):
-            value.mul_(1 - decay).addcmul_(momentum, torch.as_tensor(length).to(value), value=-1)
+            length = torch.as_tensor(length, dtype=value.dtype, device=value.device)
+            value.mul_(1 - decay).addcmul_(momentum, length, value=-1)
         elif decay and length and value.is_contiguous() and momentum.is_contiguous():
             fused_descent(value, momentum, length, decay)
         else:
             value.mul_(1 - decay).sub_(momentum, alpha=length)
         if value is not p:
-            put(p, value, self._noise(p, step))
+            put(p, value, self._noise(part.p, step))
 
     def _noise(self, p: Tensor, step: int) -> torch.Generator | None:
         """Random numbers to round a parameter with.
 
         They depend on the parameter and the step alone, so that a resumed run goes on as it would have, and
-        replicas of a model stay the same.
+        replicas of a model stay the same. Parts of a parameter have different ones.
         """
         if not self._group(p)["stochastic_rounding"] or p.dtype != torch.bfloat16:
             return None
-        return torch.Generator(p.device).manual_seed((step << 20) + self._positions[p])
+        return torch.Generator(p.device).manual_seed((place_of(p) << 44) + (step << 20) + self._positions[p])
 
     # --- AdamW ------------------------------------------------------------------------------------------
 
@@ -276,16 +311,21 @@ def _note(state: dict[str, Any], key: str, value: Number) -> None:
 
 
 def _buckets(layers: list[Layer]) -> list[list[Layer]]:
-    """Layers on one device that take their steps together: no more at a time than the largest has alone."""
+    """Layers in one place that take their steps together: no more at a time than the largest has alone.
+
+    What is in one place has one device, and one way to be shared out, of which each process has a part.
+    """
     largest = max((layer.weight.numel() for layer in layers), default=0)
     buckets: list[list[Layer]] = []
-    room = 0
-    for layer in layers:
-        size = layer.weight.numel()
-        if buckets and layer.weight.device == buckets[-1][0].weight.device and size <= room:
+    room, last = 0, None
+    for layer in sorted(layers, key=lambda layer: layer.layout is not None):
+        shard = None if layer.layout is None else layer.layout.shard
+        place = (layer.weight.device, shard and (shard.mesh, shard.axis))
+        size = layer.weight.numel() // (1 if shard is None else shard.count)
+        if buckets and place == last and size <= room:
             buckets[-1].append(layer)
         else:
             buckets.append([layer])
             room = largest
-        room -= size
+        room, last = room - size, place
     return buckets

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -10,12 +13,24 @@ from torch import Tensor
 
 from ingot import stability
 from ingot.collecting import CollectingOptimizer
+from ingot.distributed import (
+    Processes,
+    backward_ends,
+    group_of_ones_own,
+    is_distributed,
+    is_sharded_model,
+    refusal,
+    shard_of,
+    tensors_in,
+    whole,
+)
+from ingot.exchange import Exchange, Work, shared_work
 from ingot.family import NORMS, NUMBERS, SIZES, Settings, Statistics
 from ingot.model import Layer
 from ingot.precision import computable, computing
-from ingot.replicas import share_statistics
 from ingot.rules import Curvature, Factor
 from ingot.scalars import is_any, is_at_hand
+from ingot.shards import Layout, layout_of
 
 LARGE = 1 << 16
 """Factors of more entries than this are updated one layer at a time: there, the operations take the time."""
@@ -29,11 +44,11 @@ class UpdatingOptimizer(CollectingOptimizer):
     """What the factors learn from the statistics, before the weights move."""
 
     def _begun_factors(self, layer: Layer) -> tuple[Factor, Factor]:
-        state = self.state[layer.weight]
-        if self.rule.names[0] not in state:
-            state |= self._first_state(layer, layer.weight.device)
+        if self.rule.names[0] not in self.state[layer.weight]:
+            self._keep_state(layer, self._first_state(layer, layer.weight.device))
         (of_k, of_c), (k, c) = layer.structures, self.rule.names
-        return Factor(of_k, computable(state[k])), Factor(of_c, computable(state[c]))
+        factors = self._factors(layer)
+        return Factor(of_k, computable(factors[k])), Factor(of_c, computable(factors[c]))
 
     def _first_state(self, layer: Layer, device: torch.device | str) -> dict[str, Any]:
         like = torch.empty((), dtype=self._state_dtype(layer.weight, self.rule.keys[0]), device=device)
@@ -42,33 +57,37 @@ class UpdatingOptimizer(CollectingOptimizer):
         return state | {key: number.clone() for key in SIZES} | {"steps": 0, "updates": 0}
 
     def _update_factors(self, layers: Iterable[Layer], scale: Tensor | None) -> None:
-        """Let factors learn what their layers saw: those of the same kind at once, as one batch."""
+        """Let factors learn what their layers saw, here or in another process that tells of it."""
+        learning = [layer for layer in layers if layer.pending is not None]
+        for processes, several in self._by_processes(learning).items():
+            owners = None if processes is None else shared_work(self._work(several), processes.workers)
+            if processes is None or owners is None:
+                self._update_here(several, scale)
+                continue
+            mine = [layer for layer, owner in zip(several, owners, strict=True) if owner == processes.worker]
+            self._update_here(mine, scale)
+            self._learn_from_others(several, owners, processes)
+
+    def _update_here(self, layers: Iterable[Layer], scale: Tensor | None) -> None:
+        """Update factors: those of the same kind at once, as one batch."""
         alike: dict[Any, list[Layer]] = {}
         for layer in layers:
-            if layer.pending is not None:
-                state = self.state[layer.weight]
-                size = sum(state[name].numel() for name in self.rule.names)
-                one = id(layer) if size > LARGE else None  # which would take more time to put together
-                entries = state[self.rule.names[0]]
-                key = (layer.structures, entries.shape, entries.dtype, entries.device, one)
-                alike.setdefault((*key, state["updates"], self._settings(layer)), []).append(layer)
+            state = self.state[layer.weight]
+            size = sum(state[name].numel() for name in self.rule.names)
+            one = id(layer) if size > LARGE else None  # which would take more time to put together
+            entries = state[self.rule.names[0]]
+            key = (layer.structures, entries.shape, entries.dtype, entries.device, one)
+            alike.setdefault((*key, state["updates"], self._settings(layer)), []).append(layer)
         for (*_, updates, settings), batch in alike.items():
             # A few matrices whose numbers can be looked at take less time one by one.
             one_by_one = len(batch) < MANY and is_at_hand(batch[0].weight)
             for several in [[layer] for layer in batch] if one_by_one else [batch]:
                 self._update_batch(several, settings, updates, scale)
 
-    def _share_statistics(self) -> None:
-        """Let replicas of the model learn from each other's statistics, where there are any."""
-        due = [layer for layer in self._layers.values() if any(tap.is_open for tap in layer.taps)]
-        group = next((tap.replicas for layer in due for tap in layer.taps if tap.replicas is not None), None)
-        if group is not None:
-            share_statistics([(layer, self._begun_factors(layer)) for layer in due], group)
-
     def _update_batch(
         self, layers: list[Layer], settings: Settings, updates: int, scale: Tensor | None
     ) -> None:
-        states, keys = [self.state[layer.weight] for layer in layers], (*self.rule.keys, *NUMBERS)
+        states, keys = [self._factors(layer) for layer in layers], (*self.rule.keys, *NUMBERS)
         factors = [{key: computable(state[key]) for key in keys if key in state} for state in states]
         seen = [self._seen(layer, scale) for layer in layers]
         dtype = self.state[layers[0].weight][self.rule.names[0]].dtype
@@ -76,15 +95,20 @@ class UpdatingOptimizer(CollectingOptimizer):
         new = self.rule.update(layers[0].structures, together, _together(seen), settings, updates)
         new |= {key: new[key].to(dtype) for key in self.rule.keys if key in new and new[key].dtype != dtype}
         for layer, before, after in zip(layers, factors, _parts(new, len(layers)), strict=True):
-            state = self.state[layer.weight]
-            state |= after
-            state["updates"] += 1
-            if is_any(after["skipped"] > before.get("skipped", 0)):
-                self._reporter.note("statistics", layer.name)
-            if settings.max_factor_step is None:
-                rates = [settings.precond_lr * after[key] for key in NORMS if key in after]
-                if any(is_any(rate > stability.WILD) for rate in rates):
-                    self._reporter.note("rate", layer.name)
+            self._keep_updated(layer, before, after, settings)
+
+    def _keep_updated(
+        self, layer: Layer, before: dict[str, Tensor], after: dict[str, Tensor], settings: Settings
+    ) -> None:
+        """Keep what an update came to, and say what was wrong with it."""
+        self._keep_state(layer, after)
+        self.state[layer.weight]["updates"] += 1
+        if is_any(after["skipped"] > before.get("skipped", 0)):
+            self._reporter.note("statistics", layer.name)
+        if settings.max_factor_step is None:
+            rates = [settings.precond_lr * after[key] for key in NORMS if key in after]
+            if any(is_any(rate > stability.WILD) for rate in rates):
+                self._reporter.note("rate", layer.name)
 
     def _seen(self, layer: Layer, scale: Tensor | None) -> Statistics:
         """The statistics since the last step, in the dtype of the computation."""
@@ -109,6 +133,186 @@ class UpdatingOptimizer(CollectingOptimizer):
             rate = stability.warmed_rate(rate, updates)
         return Settings(rate, *(group[name] for name in Settings._fields[1:]))
 
+    # --- Work that is shared out over processes -----------------------------------------------------------
+
+    def _by_processes(self, layers: Iterable[Layer]) -> dict[Processes | None, list[Layer]]:
+        """Layers by the processes that update them together."""
+        found: dict[Processes | None, list[Layer]] = {}
+        for layer in layers:
+            processes = self._now.replicas if layer.layout is None else layer.layout.shard.processes
+            found.setdefault(processes, []).append(layer)
+        return found
+
+    def _work(self, layers: list[Layer]) -> list[Work]:
+        """What each layer's update takes, and what it would take to tell others of it."""
+        found = []
+        for layer in layers:
+            lead, wanted = layer.shape[0], self._group(layer.weight)["share_work"]
+            flops = prod(lead) * 3 * sum(structure.product_flops for structure in layer.structures)
+            size = sum(value.nbytes for value in self._told(layer).values())
+            found.append(Work(flops, size, wanted))
+        return found
+
+    def _told(self, layer: Layer) -> dict[str, Tensor]:
+        """What an update changes, in an order that all processes have."""
+        state = self._factors(layer)
+        return {key: state[key] for key in (*self.rule.keys, *NUMBERS) if key in state}
+
+    def _learn_from_others(self, layers: list[Layer], owners: list[int], processes: Processes) -> None:
+        """Take over what other processes made of the factors, and tell them what this one did."""
+        dtypes = [computing(self.state[layer.weight][self.rule.names[0]].dtype) for layer in layers]
+        for dtype in dict.fromkeys(dtypes):
+            alike = [(at, who) for at, who, its in zip(layers, owners, dtypes, strict=True) if its == dtype]
+            sizes = [0] * processes.workers
+            for layer, owner in alike:
+                sizes[owner] += sum(value.numel() for value in self._told(layer).values())
+            mine = [layer for layer, owner in alike if owner == processes.worker]
+            sent = [value.reshape(-1).to(dtype) for layer in mine for value in self._told(layer).values()]
+            flat = torch.cat(sent) if sent else torch.empty(0, dtype=dtype, device=layers[0].weight.device)
+            received = processes.gather(flat, sizes)
+            for owner, part in enumerate(received):
+                theirs = [layer for layer, its_owner in alike if its_owner == owner]
+                if owner != processes.worker:
+                    self._take_over(theirs, part)
+
+    def _take_over(self, layers: list[Layer], flat: Tensor) -> None:
+        """Keep the updates of these layers that another process made."""
+        told = [self._told(layer) for layer in layers]
+        parts = iter(flat.split([value.numel() for values in told for value in values.values()]))
+        for layer, before in zip(layers, told, strict=True):
+            after = {k: next(parts).view(v.shape).to(v.dtype, copy=True) for k, v in before.items()}
+            self._keep_updated(layer, before, after, self._settings(layer))
+
+    # --- Factors that are shared out over processes -------------------------------------------------------
+
+    def _lay_out(self, layer: Layer) -> Layout | None:
+        # The weights of tensor parallelism look the same, but their modules see parts of the features.
+        if is_distributed(layer.weight) and not is_sharded_model(self._watch.model):
+            raise ValueError(refusal(layer.weight, f"the weight of {layer.name!r}"))
+        return layout_of(layer, self.rule)
+
+    def _laid_out(self, p: Tensor, key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or is_distributed(p) == is_distributed(value):
+            return value
+        if is_distributed(value):
+            return whole(value)
+        shard = shard_of(p)
+        if shard is not None and key in self.rule.keys:
+            return shard.share(value)
+        return shard.rows_like(value, p) if shard is not None and key in _LIKE_PARAMETERS else value
+
+    def _keep_state(self, layer: Layer, new: dict[str, Any]) -> None:
+        """Put new tensors into a layer's state: a part of each factor where these are shared out."""
+        if layer.layout is not None:
+            layer.whole = {key: value for key, value in new.items() if key in self.rule.keys}
+        laid_out = {key: self._laid_out(layer.weight, key, value) for key, value in new.items()}
+        self.state[layer.weight] |= laid_out
+
+    def _factors(self, layer: Layer) -> dict[str, Any]:
+        """A layer's state, with whole factors."""
+        state = self.state[layer.weight]
+        return state if layer.layout is None else state | (layer.whole or {})
+
+    def _gather(self, layers: Iterable[Layer], keys: Iterable[str]) -> list[Layer]:
+        """Get whole factors of the layers that have parts of them alone; returns these layers."""
+        without = [layer for layer in layers if layer.layout is not None and layer.whole is None]
+        places = [
+            (layer, key) for layer in without for key in keys if key in self.state.get(layer.weight, {})
+        ]
+        by_mesh: dict[Any, list[tuple[Layer, str]]] = {}
+        for layer, key in places:
+            by_mesh.setdefault((layer.layout.shard.mesh, layer.layout.shard.axis), []).append((layer, key))
+        for several in by_mesh.values():
+            entries = [self.state[layer.weight][key] for layer, key in several]
+            gathered = several[0][0].layout.shard.gather(entries)
+            for (layer, key), value in zip(several, gathered, strict=True):
+                layer.whole = (layer.whole or {}) | {key: value}
+        return without
+
+    @contextmanager
+    def _whole_factors(self, layers: list[Layer], keys: Iterable[str]) -> Iterator[None]:
+        """Within this context all entries of factors are here."""
+        gathered = self._gather(layers, keys)
+        yield
+        for layer in gathered:
+            layer.whole = None
+
+    def _refresh(self) -> None:
+        """Open taps; what they meet is multiplied with whole factors, which are needed at no other time."""
+        super()._refresh()
+        due = [
+            layer
+            for layer in self._layers.values()
+            if layer.layout is not None and layer.weight.requires_grad and self._is_due(layer)
+        ]
+        self._gather(due, self.rule.keys)
+        for layer in self._layers.values():
+            if layer.whole is not None and layer not in due:
+                layer.whole = None
+
+    # --- Statistics of several processes ------------------------------------------------------------------
+
+    def _after_forward(self, replica: Any, output: Any) -> None:
+        """Have statistics sent as soon as the backward pass of this forward pass ends, if they are due."""
+        if self._now.replicas is None:
+            own = group_of_ones_own(replica.process_group)
+            self._now.replicas = Processes((own,), own.size())
+        if self._fisher == "separate" or not replica.require_backward_grad_sync or not self._due_layers():
+            return
+        optimizer = weakref.ref(self)
+
+        def begins(_: Tensor) -> None:
+            this = optimizer()
+            current = torch._C._current_graph_task_id()
+            if this is not None and this._now.last_sent != current:
+                this._now.last_sent = current
+                backward_ends(this._send_statistics)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(begins)
+
+    def _due_layers(self) -> list[Layer]:
+        """The layers whose statistics the coming step wants, seen or not: the same in each process."""
+        return [layer for layer in self._layers.values() if any(tap.is_open for tap in layer.taps)]
+
+    def _send_statistics(self) -> None:
+        """Begin to tell other replicas what this one saw; what it sees afterwards is told apart."""
+        due = self._due_layers()
+        if due and self._now.replicas is not None:
+            self._now.exchanges.append(self._exchange(due, self._now.replicas))
+            for layer in due:
+                layer.pending = None
+
+    def _exchange(self, layers: list[Layer], processes: Processes) -> Exchange:
+        dtypes = [computing(self._state_dtype(layer.weight, self.rule.names[0])) for layer in layers]
+        short = self._group(layers[0].weight)["statistics_dtype"]
+        return Exchange(zip(layers, dtypes, strict=True), processes, short)
+
+    def _share_statistics(self) -> None:
+        """Let all processes learn from each other's statistics, where there are several."""
+        due = self._due_layers()
+        shared_out: dict[Any, list[Layer]] = {}
+        for layer in due:
+            if layer.layout is not None:
+                shared_out.setdefault(layer.layout.shard.mesh, []).append(layer)
+        for layers in shared_out.values():
+            self._exchange(layers, layers[0].layout.shard.processes).put_back([])
+        if self._now.replicas is None or not due or shared_out:
+            return
+        if not self._now.exchanges:
+            self._send_statistics()
+        first, *others = self._now.exchanges
+        first.put_back(others)
+        self._now.exchanges.clear()
+        for layer in due:
+            if layer.pending is not None:
+                self._begun_factors(layer)  # of a layer that this process did not see
+
+
+_LIKE_PARAMETERS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+"""The state's keys for what has a parameter's shape."""
+
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
@@ -120,7 +324,10 @@ def _together(seen: list[Statistics]) -> Statistics:
         return seen[0]
     k, c = torch.stack([s.k.value for s in seen]), torch.stack([s.c.value for s in seen])
     of_u, of_g = [s.trace_u for s in seen], [s.trace_g for s in seen]
-    u, g = (torch.stack([torch.as_tensor(t).to(k).view(-1, 1) for t in ts]) for ts in (of_u, of_g))
+    u, g = (
+        torch.stack([torch.as_tensor(t, dtype=k.dtype, device=k.device).view(-1, 1) for t in ts])
+        for ts in (of_u, of_g)
+    )
     return Statistics(Curvature(k), Curvature(c), u.view(*k.shape[:-1], 1), g.view(*k.shape[:-1], 1))
 
 

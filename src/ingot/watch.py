@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from ingot.capture import Sink, Tap, install, remove
+from ingot.capture import ModelHook, Sink, Tap, install, remove
+from ingot.distributed import are_several
 from ingot.model import Layer, Link, links, names
 
 
 class Watch:
     """The layers that an optimizer trains, with taps that report to it, for as long as it lives."""
 
-    def __init__(self, model: nn.Module, optimizer: object, sink: Sink) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: object, sink: Sink, after_forward: Callable[[Any, Any], None]
+    ) -> None:
         self.model = model
         self.layers: dict[nn.Parameter, Layer] = {}
+        self._layer_of: dict[Tap, Layer] = {}
+        self._after_forward = weakref.WeakMethod(after_forward)
+        self._of_model: list[RemovableHandle] = []
         self._sink = weakref.WeakMethod(sink)  # hooks must not keep the optimizer alive
         self._installed: dict[Tap, nn.Module] = {}
         self._names: dict[str, Tensor] = {}
         self._links: list[Link] = []
-        self.close = weakref.finalize(optimizer, _remove_all, self._installed)
+        self.close = weakref.finalize(optimizer, _remove_all, self._installed, self._of_model)
         self.close.atexit = False
 
     @property
@@ -38,7 +46,7 @@ class Watch:
                 tap = Tap(claim.adapter, claim.module, flipped, self._sink)
                 install(claim.owner, claim.family, claim.key, tap)
                 layer.taps.append(tap)
-                self._installed[tap] = claim.owner
+                self._installed[tap], self._layer_of[tap] = claim.owner, layer
         self._names = {name: p for name, p in names(self.model).items() if p in trained}
         self._links = links(self.model)
 
@@ -46,10 +54,18 @@ class Watch:
         """Take the taps of a layer away."""
         del self.layers[layer.weight]
         for tap in layer.taps:
+            del self._layer_of[tap]
             remove(self._installed.pop(tap), tap)
+
+    def layer_of(self, tap: Tap) -> Layer | None:
+        """The layer that a tap is behind, if it is still watched."""
+        return self._layer_of.get(tap)
 
     def open_taps(self, due: Callable[[Layer], bool]) -> None:
         """Let the taps of those layers through whose statistics are due, and of no other."""
+        if not self._of_model and self.close.alive and are_several():
+            hook = ModelHook(self._after_forward)
+            self._of_model.append(self.model.register_forward_hook(hook))
         for layer in self.layers.values():
             is_due = due(layer)
             for tap in layer.taps:
@@ -72,7 +88,9 @@ class Watch:
         return list(replaced), set(self._names.values()) - set(now.values())
 
 
-def _remove_all(installed: dict[Tap, nn.Module]) -> None:
+def _remove_all(installed: dict[Tap, nn.Module], of_model: list[RemovableHandle]) -> None:
+    for handle in of_model:
+        handle.remove()
     for tap, module in installed.items():
         remove(module, tap)
     installed.clear()

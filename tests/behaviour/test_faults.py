@@ -163,7 +163,7 @@ def test_every_registered_family_meets_faults():
     assert set(LAYERS) == set(registered())
 
 
-@settings(max_examples=500, **QUIET)
+@settings(max_examples=250, **QUIET)
 @given(runs())
 def test_nothing_bad_gets_in_and_training_goes_on(run):
     model, optimizer = run.start()

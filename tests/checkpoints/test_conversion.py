@@ -76,10 +76,11 @@ def _close(found: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("into", STRUCTURES)
-def test_every_structure_from_every_other(into):
+def test_every_structure_from_others(into):
     model, optimizer = _layer(into)
     new = bind(parse(into), DIM)
-    for text in STRUCTURES:
+    # From every third, beginning with another one each time: all of them take minutes.
+    for text in STRUCTURES[STRUCTURES.index(into) % 3 :: 3]:
         old = bind(parse(text), DIM)
         saved = copy.deepcopy(_saved(text))
         entries = saved["state"][0]["K"] = _random(old)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ingot.layers import LayerAdapter, family_of, registered
+from ingot.layers import LayerAdapter, family_of, register, registered
+from ingot.layers.linear import LinearAdapter
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # it uses torch.jit when it is imported
@@ -168,3 +169,17 @@ def test_a_weight_that_is_computed_is_no_parameter_of_the_layer():
 def test_an_embedding_that_divides_its_gradients_is_no_linear_map():
     module = nn.Embedding(4, 2, scale_grad_by_freq=True)
     assert family_of(module).weight(module) is None
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_class_is_registered_as_such_or_by_its_name():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    assert family_of(Scaled(2, 2)) is None
+    adapter = register(Scaled)(LinearAdapter)
+    assert isinstance(family_of(Scaled(2, 2)), adapter)
+    for wrong in ("Linear", 3, nn.Linear(2, 2), int):
+        with pytest.raises(TypeError, match="classes of modules, or for their full names"):
+            register(wrong)

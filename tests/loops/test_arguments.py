@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ingot import IKFAC, KFAC, SINGD
+from ingot.checkpoints import _KEPT
 from ingot.groups import _CHECKS
 from ingot.structures import Diagonal
 
@@ -46,6 +47,11 @@ BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
     "factor_start": ("'identity' or 'trace'", ("zero", None)),
     "cache_products": ("True, False, or None for as far as AdamW's memory goes", (1, "yes")),
     "max_rows": ("a whole number of rows, at least 1, or None for all", (0, 2.5, True, "10")),
+    "statistics_dtype": (
+        "torch.bfloat16 or another floating-point dtype, or None",
+        (torch.float16, "bf16", 1),
+    ),
+    "share_work": ("True, False, or None for where it pays", (1, "yes")),
     "normalize_step": ("True or False", TRUTH),
     "max_relative_step": (f"{AT_LEAST_0}, or None", (-1, NAN, "x")),
     "decoupled_weight_decay": ("True or False", TRUTH),
@@ -93,10 +99,7 @@ def test_bad_settings_of_groups_are_refused(name, wanted, value):
     assert len(hooks(model)) == seen
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted", "value"),
-    [s for s in SETTINGS if s[0] not in ("factor_dtype", "precondition", "cache_products")],
-)
+@pytest.mark.parametrize(("name", "wanted", "value"), [s for s in SETTINGS if s[0] not in _KEPT])
 def test_bad_settings_of_a_checkpoint_are_refused(name, wanted, value):
     optimizer = _used()
     saved = optimizer.state_dict()

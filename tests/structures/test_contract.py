@@ -1,11 +1,14 @@
 """One contract for every structure: those in the registry, and compositions of them."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ingot.structures import Dense, Diagonal, Hierarchical, Lower, Structure, Upper, bind, parse, registered
+from ingot.structures.base import Anew
 from tests.structures.oracle import project
 
 # Everything that has a name is tested as it is; what needs arguments is tested in the compositions.
@@ -193,29 +196,67 @@ def test_squares_are_those_of_the_matrices(text, dtype, by_columns):
                 _close(s.square.apply(of, out, out), its)
 
 
-def test_squares_whose_last_row_stands_on_its_own(text):
-    """What is left without it is the square of the other rows, and the number behind it that of the last."""
+@pytest.mark.parametrize("anew", [False, True])
+def test_squares_of_rows_that_do_not_mix(text, anew):
+    """Each part is the square of its rows, kept or made anew, in any layout."""
     for dim in DIMS:
         s = bind(parse(text), dim)
-        first = None if s.square is None else s.square.without_last
-        if first is None:
+        if s.square is None:
             continue
+        square = Anew(s.square) if anew else s.square
         a = _elements(s, 1, torch.float64)[0][1, 2]
-        kept, x = s.square.of(a), torch.randn(dim, 6, dtype=torch.float64)
+        entries, x = square.of(a), torch.randn(dim, 6, dtype=torch.float64)
         expected = s.dense(a) @ s.dense(a).mT @ x
-        _close(first.apply(kept[:-1], x[:-1], torch.empty_like(x[:-1])), expected[:-1])
-        _close(kept[-1] * x[-1], expected[-1])
+        _close(square.apply(entries, x, torch.empty_like(x)), expected)
+        done = 0
+        for part in square.parts(entries) or ():
+            rows = slice(done, done + part.rows)
+            for mine in (x[rows], x.mT.contiguous().mT[rows]):
+                out = torch.empty_like(mine)
+                assert part.square.apply(part.entries, mine, out) is out
+                _close(out, expected[rows])
+            done += part.rows
+        assert done in (0, dim)
 
 
-def test_which_squares_have_a_last_row_on_its_own():
-    def apart(text, dim):
-        return bind(parse(text), dim).square.without_last is not None
+def test_sections_mix_with_no_other_rows(text):
+    """Which rows mix across a border, and structure and entries of those between borders where none do."""
+    for dim in DIMS:
+        s = bind(parse(text), dim)
+        a = _elements(s, 1, torch.float64)[0][1, 2]
+        matrix = s.dense(a)
+        square = matrix @ matrix.mT
+        borders = [row for row in range(dim + 1) if s.mixed_at(row) == (row, row)]
+        assert {0, dim} <= set(borders)
+        for row in range(dim + 1):
+            first, last = s.mixed_at(row)
+            assert first <= row <= last
+            assert {first, last} <= set(borders)
+        for start, stop in pairwise(borders):
+            section, place = s.section(start, stop)
+            assert section.dim == stop - start
+            _close(section.dense(a[place]), matrix[start:stop, start:stop])
+            assert not square[start:stop, stop:].any()
+        if len(borders) > 3:  # several at once
+            section, place = s.section(borders[1], borders[3])
+            rows = slice(borders[1], borders[3])
+            _close(section.dense(a[place]), matrix[rows, rows])
 
-    assert apart("diagonal", 7)
-    assert apart("block_diagonal(4)", 13)
-    assert not apart("block_diagonal(4)", 12)
-    assert not apart("block_diagonal(4)", 14)
-    assert not apart("dense", 7)
+
+def test_which_squares_have_parts():
+    """How many rows mix with the last."""
+
+    def last(text, dim):
+        square = bind(parse(text), dim).square
+        parts = square.parts(square.of(bind(parse(text), dim).identity()))
+        return None if parts is None else parts[1].rows
+
+    assert last("diagonal", 7) == 1
+    assert last("block_diagonal(4)", 13) == 1
+    assert last("block_diagonal(4)", 12) == 4
+    assert last("block_diagonal(4)", 14) == 2
+    assert last("block_diagonal(4)", 4) is None
+    assert last("dense", 7) is None
 
 
 @pytest.mark.parametrize(("first", "middle", "last"), [(2, 7, 3), (4, 5, 0), (0, 5, 4)])

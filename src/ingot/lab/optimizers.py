@@ -38,7 +38,7 @@ class Kind:
     Attributes:
         make: Makes it from a model and settings.
         defaults: Settings where they differ from its own.
-        space: What a search tunes.
+        space: What a search may tune.
         structured: Whether it takes a structure, and all that ingot's optimizers have in common.
         package: What must be installed for it, beside torch.
     """
@@ -67,10 +67,12 @@ LR, WEIGHT_DECAY = Range(1e-4, 1e-1), Range(1e-5, 1e-1)
 
 # The paper's table: step size, weight decay, damping, the preconditioner's step size, Riemannian momentum.
 # AdamW's damping is its eps, and its preconditioner's step size 1 - β₂. Momentum is 0.9 for all of them.
+# The paper's damping is an absolute number; one in units of the curvature has another range.
+DAMPING = Range(1e-4, 1.0)
 CURVATURE = {
     "lr": LR,
     "weight_decay": WEIGHT_DECAY,
-    "damping": Range(1e-4, 1.0),
+    "damping": Range(1e-2, 10.0),
     "precond_lr": Range(1e-3, 0.5),
 }
 RIEMANNIAN = CURVATURE | {"precond_momentum": Range(0.0, 0.9, log=False)}
@@ -111,7 +113,7 @@ OPTIMIZERS: Mapping[str, Kind] = {
     "official": Kind(
         peers.official_singd,
         {"lr": 1e-3},
-        {"lr": LR, "weight_decay": WEIGHT_DECAY, "damping": Range(1e-4, 1.0), "lr_cov": Range(1e-3, 0.5)},
+        {"lr": LR, "weight_decay": WEIGHT_DECAY, "damping": DAMPING, "lr_cov": Range(1e-3, 0.5)},
         package="singd",
     ),
 }
@@ -133,6 +135,14 @@ class Chosen:
     def kind(self) -> Kind:
         """Its entry in the registry."""
         return OPTIMIZERS[self.name]
+
+    @property
+    def space(self) -> dict[str, Range]:
+        """What a search tunes: settings that were not given."""
+        space = {name: place for name, place in self.kind.space.items() if name not in self.settings}
+        if "damping" in space and self.settings.get("relative_damping") is False:
+            space["damping"] = DAMPING
+        return space
 
     def make(self, model: nn.Module, common: Settings | None = None) -> Optimizer:
         """The optimizer of a model; ``common`` are a recipe's settings for ingot's own optimizers."""

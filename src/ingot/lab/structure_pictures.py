@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,13 +53,23 @@ def plot_structures(texts: Sequence[str] = SHOWN, dim: int = 16) -> Figure:
             structure = bind(parse(text), dim)
             for axes, matrix in zip(row, matrices(structure), strict=True):
                 axes.imshow(shade(matrix), cmap=COLOURS, vmin=-1, vmax=1, interpolation="nearest")
-            row[0].set_ylabel(f"{text}\n{structure.numel} of {dim**2}", fontsize=8)
+            row[0].set_ylabel(f"{in_lines(text)}\n{structure.numel} of {dim**2}", fontsize=8)
         for axes in grid.flat:
             axes.set(xticks=[], yticks=[])
             axes.set_visible(bool(axes.images))
         for axes, title in zip(grid[0], COLUMNS, strict=True):
             axes.set_title(title, fontsize=10)
     return figure
+
+
+def in_lines(text: str, width: int = 20) -> str:
+    """Long text broken after commas, so that it fits beside a picture."""
+    lines = [""]
+    for part in re.split("(?<=,)", text):
+        if len(lines[-1] + part) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def shade(matrix: Tensor) -> NDArray[Any]:

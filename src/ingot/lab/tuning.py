@@ -165,8 +165,7 @@ def suggest(trial: Trial, chosen: Chosen) -> dict[str, float]:
     """Settings for a trial, of those that were not given."""
     return {
         name: trial.suggest_float(name, place.low, place.high, log=place.log)
-        for name, place in chosen.kind.space.items()
-        if name not in chosen.settings
+        for name, place in chosen.space.items()
     }
 
 

@@ -119,18 +119,30 @@ _FAMILIES: dict[str, Family] = {}
 F = TypeVar("F", bound=type[Family])
 
 
-def register(*names: str) -> Any:
+def register(*classes: str | type[nn.Module]) -> Any:
     """Make a family of modules known: a decorator for its adapter.
 
-    Names are those of module classes with their packages, such as ``"torch.nn.modules.linear.Linear"``:
-    text, so that the layers of other libraries are known without importing these.
+    Classes of modules are given as such, or by their names with their packages, such as
+    ``"torch.nn.modules.linear.Linear"``, so that those of other libraries are known without importing these.
     """
+    names = [_name(cls) for cls in classes]
 
     def decorate(family: F) -> F:
         _FAMILIES.update(dict.fromkeys(names, family()))
         return family
 
     return decorate
+
+
+def _name(cls: Any) -> str:
+    if isinstance(cls, type) and issubclass(cls, nn.Module):
+        return f"{cls.__module__}.{cls.__qualname__}"
+    if not isinstance(cls, str) or "." not in cls:
+        raise TypeError(
+            "a family is registered for classes of modules, or for their full names such as "
+            f"'torch.nn.modules.linear.Linear'; got {cls!r}"
+        )
+    return cls
 
 
 def registered() -> dict[str, Family]:

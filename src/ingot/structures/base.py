@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,8 @@ class Square(ABC):
     numel: int
     """How many entries are kept."""
 
-    @property
-    def without_last(self) -> Square | None:
-        """That of all rows but the last, where this has no entry but its own, the last one that is kept."""
+    def parts(self, entries: Tensor) -> tuple[SquarePart, SquarePart] | None:
+        """Those of the first rows and of the last, where these do not mix."""
         return None
 
     @abstractmethod
@@ -34,6 +33,14 @@ class Square(ABC):
     @abstractmethod
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
         """A Aᵀ X for a dense X, written to ``out`` if that saves memory."""
+
+
+class SquarePart(NamedTuple):
+    """The square of some of the rows, how many these are, and its entries."""
+
+    rows: int
+    square: Square
+    entries: Tensor
 
 
 class Structure(ABC):
@@ -147,6 +154,15 @@ class Structure(ABC):
         """How A Aᵀ is kept where it has a compact form."""
         return None
 
+    def mixed_at(self, row: int) -> tuple[int, int]:
+        """From where to where rows mix with others across the beginning of this one; nothing if none do."""
+        return (row, row) if row in (0, self.dim) else (0, self.dim)
+
+    def section(self, start: int, stop: int) -> tuple[Structure, slice]:
+        """The structure of rows that mix with no others, and where its entries are."""
+        assert (start, stop) == (0, self.dim), f"rows {start} to {stop} of {self} mix with others"
+        return self, slice(None)
+
     def inverse(self, a: Tensor) -> Tensor:
         """The inverse of a symmetric element."""
         raise NotImplementedError(
@@ -191,6 +207,27 @@ class InTurn(_NotKept):
 
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
         return self.structure.apply(entries, self.structure.apply_t(entries, x))
+
+
+@dataclass(frozen=True)
+class Anew(Square):
+    """A Aᵀ, made each time: with many columns that takes less time than Aᵀ and then A."""
+
+    square: Square
+    numel = 0
+
+    def parts(self, entries: Tensor) -> tuple[SquarePart, SquarePart] | None:
+        found = self.square.parts(entries)
+        if found is None:
+            return None
+        first, last = (part._replace(square=Anew(part.square)) for part in found)
+        return first, last
+
+    def of(self, a: Tensor) -> Tensor:
+        return a
+
+    def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
+        return self.square.apply(self.square.of(entries), x, out)
 
 
 class Symmetric(_NotKept):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ingot.structures.base import Square, Structure, beside, power_start
+from ingot.structures.base import Square, SquarePart, Structure, beside, power_start
 from ingot.structures.dense import Dense, add_product
+from ingot.structures.diagonal import Diagonal, Squares
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,12 @@ class BlockDiagonal(Structure):
     def numel(self) -> int:
         return self._full * self.block**2 + self._tail**2
 
-    @property
+    @cached_property
     def _full(self) -> int:
         """How many blocks have the full size."""
         return self.dim // self.block
 
-    @property
+    @cached_property
     def _tail(self) -> int:
         """The size of the last, smaller block, or 0."""
         return self.dim % self.block
@@ -47,18 +49,20 @@ class BlockDiagonal(Structure):
 
     def _blocks(self, a: Tensor) -> list[Tensor]:
         """Full blocks ``[..., count, block, block]``, and the last ``[..., tail, tail]`` if there is any."""
-        lead, full, tail = a.shape[:-1], self._full * self.block**2, self._tail
+        tail = self._tail
         if not tail:
-            return [a.view(*lead, self._full, self.block, self.block)]
+            return [a.view(*a.shape[:-1], self._full, self.block, self.block)]
+        lead, full = a.shape[:-1], self._full * self.block**2
         blocks = a.narrow(-1, 0, full).view(*lead, self._full, self.block, self.block)
         return [blocks, a.narrow(-1, full, tail**2).view(*lead, tail, tail)]
 
     def _rows(self, x: Tensor) -> list[Tensor]:
         """The rows of a dense matrix, cut as the blocks are."""
         *lead, _, n = x.shape
-        full, tail = self._full * self.block, self._tail
+        tail = self._tail
         if not tail:
             return [x.view(*lead, self._full, self.block, n)]
+        full = self._full * self.block
         return [x.narrow(-2, 0, full).view(*lead, self._full, self.block, n), x.narrow(-2, full, tail)]
 
     def _join_blocks(self, full: Tensor, *tail: Tensor) -> Tensor:
@@ -150,6 +154,16 @@ class BlockDiagonal(Structure):
     def __str__(self) -> str:
         return f"{self.name}({self.block},{self.dim})"
 
+    def mixed_at(self, row: int) -> tuple[int, int]:
+        start = row // self.block * self.block
+        return (row, row) if row in (start, self.dim) else (start, min(start + self.block, self.dim))
+
+    def section(self, start: int, stop: int) -> tuple[Structure, slice]:
+        if start == stop:
+            return Diagonal(0), slice(0, 0)
+        end = self.numel if stop == self.dim else stop * self.block
+        return BlockDiagonal(stop - start, self.block), slice(start * self.block, end)
+
 
 def _norms(blocks: Tensor) -> Tensor:
     """Spectral norms of small matrices ``[..., rows, rows]``; sums are faster than matmul for these."""
@@ -173,31 +187,31 @@ class _BlockSquares(Square):
     def numel(self) -> int:  # type: ignore[override]
         return self.structure.numel
 
-    @property
-    def without_last(self) -> Square | None:
+    def parts(self, entries: Tensor) -> tuple[SquarePart, SquarePart] | None:
+        """All blocks but the last, and this."""
         s = self.structure
-        return _BlockSquares(BlockDiagonal(s.dim - 1, s.block)) if s._tail == 1 else None
+        last = s._tail or s.block
+        if last == s.dim:
+            return None
+        cut = s.numel - last**2
+        first, rest = BlockDiagonal(s.dim - last, s.block), BlockDiagonal(last, last)
+        return (
+            SquarePart(first.dim, first.square, entries[..., :cut]),
+            SquarePart(last, rest.square if last > 1 else Squares(1), entries[..., cut:]),
+        )
 
     def of(self, a: Tensor) -> Tensor:
         return self.structure._join_blocks(*(p @ p.mT for p in self.structure._blocks(a)))
 
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
         s = self.structure
-        block, rows, lead = s.block, s._full * s.block, entries.shape[:-1]
-        if lead:
-            for p, q, r in zip(s._blocks(entries), s._rows(x), s._rows(out), strict=True):
+        for p, q, r in zip(s._blocks(entries), s._rows(x), s._rows(out), strict=True):
+            if p.ndim != 3:
                 torch.matmul(p, q, out=r)
-            return out
-        # As nearly always, with as few calls as possible.
-        blocks = entries.narrow(0, 0, rows * block).view(-1, block, block)
-        of_x, of_out = (t.narrow(0, 0, rows).view(-1, block, t.shape[1]) for t in (x, out))
-        if out.stride(-1) != 1 and out.mT.is_contiguous():
-            # Batched products are slow to write columns: what is laid out by these is multiplied from the
-            # right, which symmetric blocks may be, and put in its place afterwards.
-            of_out.mT.copy_(torch.bmm(of_x.mT, blocks))
-        else:
-            torch.bmm(blocks, of_x, out=of_out)
-        if s._tail:
-            tail = entries.narrow(0, rows * block, s._tail**2).view(s._tail, s._tail)
-            torch.mm(tail, x.narrow(0, rows, s._tail), out=out.narrow(0, rows, s._tail))
+            elif r.stride(2) != 1 and r.stride(1) == 1:
+                # Batched products are slow to write columns: what is laid out by these is multiplied from
+                # the right, which symmetric blocks may be, and put in its place afterwards.
+                r.mT.copy_(torch.bmm(q.mT, p))
+            else:
+                torch.bmm(p, q, out=r)
         return out

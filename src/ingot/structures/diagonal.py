@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ingot.structures.base import Square, Structure
+from ingot.structures.base import Square, SquarePart, Structure
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,12 @@ class Diagonal(Structure):
     def square(self) -> Square:
         return Squares(self.dim)
 
+    def mixed_at(self, row: int) -> tuple[int, int]:
+        return row, row
+
+    def section(self, start: int, stop: int) -> tuple[Structure, slice]:
+        return Diagonal(stop - start), slice(start, stop)
+
 
 @dataclass(frozen=True)
 class Squares(Square):
@@ -90,9 +96,11 @@ class Squares(Square):
     def numel(self) -> int:  # type: ignore[override]
         return self.dim
 
-    @property
-    def without_last(self) -> Square:
-        return Squares(self.dim - 1)
+    def parts(self, entries: Tensor) -> tuple[SquarePart, SquarePart]:
+        rows = self.dim - 1
+        return SquarePart(rows, Squares(rows), entries[..., :-1]), SquarePart(
+            1, Squares(1), entries[..., -1:]
+        )
 
     def of(self, a: Tensor) -> Tensor:
         return a.square()

@@ -1,0 +1,48 @@
+"""An example of a framework in one of several processes, where torchvision may lack its operators.
+
+``torchrun --nproc-per-node 2 -m tests.distributed.example NAME FOLDER``
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+import ingot
+from ingot.lab.torchvision_ops import make_torchvision_importable
+
+ROOT = Path(__file__).parents[2]
+
+
+def main():
+    make_torchvision_importable()
+    torch.set_num_threads(1)
+    name, folder = sys.argv[1:]
+    os.chdir(folder)
+    made, singd = [], ingot.SINGD
+
+    def observed(*args, **settings):
+        made.append(singd(*args, **settings))
+        return made[-1]
+
+    ingot.SINGD = observed
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    (optimizer,) = made
+    # Both processes trained, together: their weights and factors are the same.
+    assert dist.get_world_size() == 2
+    tensors = [p.detach() for p in optimizer._watch.model.parameters()]
+    tensors += [state["K"] for state in optimizer.state.values() if "K" in state]
+    assert len(tensors) > len(list(optimizer._watch.model.parameters()))
+    flat = torch.cat([tensor.flatten().double() for tensor in tensors])
+    both = [torch.empty_like(flat) for _ in range(2)]
+    dist.all_gather(both, flat)
+    assert torch.equal(*both)
+    assert optimizer._now.replicas is not None
+    Path(folder, f"equal{dist.get_rank()}").touch()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Start the worker in several processes, and read what it found."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(processes, *arguments, timeout=600, options=(), environment=None):
+    """Run a module or script in so many processes, each with one thread."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *options, *arguments]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (environment or {})
+    return subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def found_by(processes, folder, *scenarios):
+    """What scenarios of the worker came to in so many processes."""
+    results = Path(folder) / "results.json"
+    results.unlink(missing_ok=True)
+    ended = torchrun(processes, "-m", "tests.distributed.worker", str(results), *scenarios)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return json.loads(results.read_text())
