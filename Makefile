@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo precision test test-slow lint format docs models bench memory clean
+.PHONY: help setup demo precision test test-slow lint format docs models bench memory distributed dist clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,8 +52,18 @@ $(VENV)/.bench-ready: $(READY)
 bench: $(VENV)/.bench-ready ## Measure times, memory and growth against peers; writes the page docs/benchmarks.md
 	$(BIN)/python -m benchmarks all --out benchmarks/results --page docs/benchmarks.md
 
+PROCESSES ?= 2
+distributed: setup ## Count what several processes send, and time their steps; prints the tables of docs/distributed.md
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node $(PROCESSES) -m benchmarks.distributed
+
 memory: setup ## Measure state and peaks in bfloat16; writes runs/memory and the tables in docs/precision.md
 	$(BIN)/python -m benchmarks.state_memory
+
+dist: setup ## Build wheel and sdist into dist, check them, and try the wheel in an environment with torch alone
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -m pytest -q -m slow tests/test_packaging.py --built dist
 
 clean: ## Remove what the other targets made
 	rm -rf $(VENV) site runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,10 +1,15 @@
-"""Every Python block of the README, of CONTRIBUTING and of the docs runs, top to bottom, page by page."""
+"""What README, CONTRIBUTING and docs say is so: blocks run, commands exist, messages and numbers are real."""
 
+import ast
 import inspect
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 import ingot
 from ingot.structures import bind, parse
@@ -67,3 +72,112 @@ def test_the_documented_defaults_are_the_real_ones():
         if name not in ("structure", "factor_dtype"):  # told in words
             assert eval(default.strip("`")) == defaults[name], name
     assert {name: eval(paper) for name, _, paper in added} == dict(ingot.PAPER)
+
+
+# --- Every block is run, or comes from a file that is -----------------------------------------------------
+
+
+def test_every_block_is_of_a_kind_that_is_checked():
+    for page in MARKDOWN:
+        text = page.read_text("utf-8")
+        fences = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        assert len(fences) == text.count("```") // 2
+        for kind, block in fences:
+            where = (page.name, block[:80])
+            assert kind in ("python", "text", "console", " { .python }"), where
+            if kind == " { .python }":  # which test_code_blocks does not run
+                assert re.fullmatch(r'--8<-- "examples/\w+\.py"\n', block), where
+        outputs = re.findall(r"```python\n[^`]*?```\n\n```text\n", text)
+        assert len(outputs) == sum(kind == "text" for kind, _ in fences), page.name
+
+
+# --- Commands ---------------------------------------------------------------------------------------------
+
+
+def _commands() -> Iterator[tuple[str, str]]:
+    """All commands in blocks and in the running text, each with its page."""
+    for page in MARKDOWN:
+        text = page.read_text("utf-8")
+        for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
+            for line in block.splitlines():
+                yield page.name, line.removeprefix("$ ")
+        for command in re.findall(
+            r"`((?:ingot|make) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        ):
+            yield page.name, " ".join(command.split())
+
+
+def test_commands_exist_with_their_options():
+    from ingot.lab.commands import app
+
+    group: Any = get_command(app)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    checked = 0
+    for page, command in _commands():
+        program, *arguments = shlex.split(command, comments=True)
+        if program == "make":
+            assert set(arguments) <= set(targets), (page, command)
+        elif program == "ingot":
+            with group.context_class(group) as context:
+                found = group.get_command(context, arguments[0])
+                assert found is not None, (page, command)
+                if len(arguments) > 1:
+                    found.make_context(arguments[0], arguments[1:], parent=context)
+        else:
+            pytest.fail(f"{command!r} on {page} is not checked")
+        checked += 1
+    assert checked > 40
+
+
+def test_commands_name_recipes_and_optimizers_that_exist():
+    from ingot.lab.optimizers import choose
+    from ingot.lab.recipes import RECIPES
+
+    checked = 0
+    for _, command in _commands():
+        program, *arguments = shlex.split(command, comments=True)
+        if program == "ingot" and arguments[0] in ("compare", "tune", "bench") and len(arguments) > 1:
+            recipe, *rest = arguments[1:]
+            assert recipe in RECIPES or ":" in recipe, command
+            options = [i for i, word in enumerate(rest) if word.startswith("-")]
+            for text in rest[: options[0] if options else None]:
+                choose(text)
+                checked += 1
+    assert checked > 20
+
+
+# --- Messages and numbers ---------------------------------------------------------------------------------
+
+
+def _literals() -> Iterator[str]:
+    """All text in the library's code."""
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+@pytest.mark.parametrize("name", ["troubleshooting.md", "checkpoints.md"])
+def test_messages_are_those_of_the_library(name):
+    literals = list(_literals())
+    quoted = re.findall(r"“([^”]+)”", (ROOT / "docs" / name).read_text("utf-8"))
+    assert len(quoted) > 6
+    for message in quoted:
+        assert any(message in text for text in literals), message
+
+
+def test_what_was_measured_is_what_other_pages_have():
+    """Reproduce the paper quotes results of other pages, which commands write anew."""
+    pages = ("laboratory", "precision", "benchmarks")
+    sources = "".join((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in pages)
+    text = (ROOT / "docs" / "reproduce.md").read_text("utf-8")
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    checked = 0
+    for table in tables:
+        if "paper, VGG" in table:  # the paper's own
+            continue
+        for row in table.splitlines()[2:]:
+            for value in re.findall(r"\d+\.\d+(?: ± \d+\.\d+)?", row):
+                assert value in sources, row
+                checked += 1
+    assert checked > 40
