@@ -9,8 +9,9 @@ from itertools import product
 from typing import TypeAlias
 
 from benchmarks.complexity import KINDS, PAPER, expected_exponent, exponent
-from benchmarks.contenders import OFFICIAL_NAMES, STATE_REFERENCE, TIME_REFERENCE
+from benchmarks.contenders import DEFAULT_EVERY, OFFICIAL_NAMES, STATE_REFERENCE, TIME_REFERENCE
 from benchmarks.measured import Results, Spread, Timing, ratio, spread
+from ingot import SINGD
 
 Measure: TypeAlias = Callable[[Results], Spread | None]
 
@@ -87,6 +88,9 @@ ITERATION_AT_10: Mapping[str, Limits] = {
 }
 """Ingot's iteration time / SGD's, at T = 10."""
 
+DEFAULTS_BESIDE_ADAMW = 1.15
+"""Iteration time of SINGD as it comes / AdamW's."""
+
 STATE_OF_ADAMW = 0.55
 PEAK_OF_ADAMW = 1.02
 EXPONENT_TOLERANCE = 0.2
@@ -123,12 +127,14 @@ def speedup(results: Results, model: str, structure: str, every: int, part: Part
     return ratio(part(official), part(ours)) if ours and official else None
 
 
-def iteration_beside(results: Results, model: str, structure: str, reference: str) -> Spread | None:
-    """Ingot's iteration time at T = 10, in units of a first-order optimizer's."""
+def iteration_beside(
+    results: Results, model: str, structure: str, reference: str, package: str = "ingot", every: int = 10
+) -> Spread | None:
+    """Ingot's iteration time in units of a first-order optimizer's."""
     if model not in results.times:
         return None
     find = results.times[model].find
-    ours, other = find("ingot", structure, 10), find(reference)
+    ours, other = find(package, structure, every), find(reference)
     return ratio(ours.iterations(), other.iterations()) if ours and other else None
 
 
@@ -175,6 +181,17 @@ def _speed() -> Iterator[Target]:
     for model in MODELS:
         measure = partial(iteration_beside, model=model, structure="diagonal", reference=STATE_REFERENCE)
         yield Target("diagonal", "iteration at T=10, ingot / AdamW", model, 1.0, False, measure)
+        structure, every = SINGD.default_structure, DEFAULT_EVERY
+        measure = partial(
+            iteration_beside,
+            model=model,
+            structure=structure,
+            reference=STATE_REFERENCE,
+            package="ingot, defaults",
+            every=every,
+        )
+        claim = f"iteration at T={every}, defaults / AdamW"
+        yield Target(structure, claim, model, DEFAULTS_BESIDE_ADAMW, False, measure)
 
 
 def _never_slower() -> Iterator[Target]:

@@ -15,7 +15,7 @@ from ingot.lab.bench import _settled
 from ingot.lab.optimizers import choose
 from ingot.lab.recipes import RECIPES
 from ingot.lab.records import runs_below
-from ingot.lab.structure_pictures import SHOWN, plot_structures, shade
+from ingot.lab.structure_pictures import SHOWN, in_lines, plot_structures, shade
 from tests.lab import made_data
 from tests.lab.command import invoke, plain
 
@@ -206,6 +206,11 @@ def test_zeros_can_be_told_from_small_numbers():
 def test_every_structure_has_three_pictures(count):
     figure = plot_structures(SHOWN[:count], dim=8)
     assert sum(bool(axes.images) and axes.get_visible() for axes in figure.axes) == 3 * count
+
+
+def test_long_names_are_broken_after_commas():
+    assert in_lines("hierarchical(3,3)") == "hierarchical(3,3)"
+    assert in_lines("upper(dense(2),tril_toeplitz)") == "upper(dense(2),\ntril_toeplitz)"
 
 
 def test_structures_are_drawn(tmp_path):

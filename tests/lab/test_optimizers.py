@@ -57,14 +57,22 @@ def test_all_continue_from_their_checkpoints(name):
 @pytest.mark.parametrize("name", [name for name, kind in OPTIMIZERS.items() if kind.is_there])
 def test_what_is_searched_is_a_setting(name):
     chosen = choose(name)
-    assert {"lr", "weight_decay"} <= chosen.kind.space.keys()
+    assert {"lr", "weight_decay"} <= chosen.space.keys()
     middle = {
         key: (place.low * place.high) ** 0.5 if place.log else (place.low + place.high) / 2
-        for key, place in chosen.kind.space.items()
+        for key, place in chosen.space.items()
     }
     if name in ("KFAC", "IKFAC"):
         assert "precond_momentum" not in middle  # which the paper has for SINGD alone
     train(model := network(), chosen.with_settings(middle).make(model))
+
+
+def test_damping_is_searched_in_its_own_units():
+    """Absolute in the paper's step; in units of the curvature else, with the default well inside."""
+    ours, paper = choose("SINGD").space["damping"], choose("SINGD paper").space["damping"]
+    assert (paper.low, paper.high) == (1e-4, 1.0)
+    assert ours.low * 10 <= ingot.SINGD(network()).defaults["damping"] <= ours.high / 10
+    assert "damping" not in choose("SINGD damping=0.3").space
 
 
 def test_structures_and_settings():

@@ -98,13 +98,14 @@ def test_a_graph_has_nodes_for_a_search(tmp_path):
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "KFAC", "SINGD:diagonal"])
 def test_a_search_tunes_what_the_paper_tunes(tmp_path, optimizer):
     study = run_search(search(tmp_path, optimizer), 2, lambda trial: None)
-    space = OPTIMIZERS[optimizer.split(":")[0]].space
+    space = choose(optimizer).space
     for trial in trials(study):
         assert trial.params.keys() == space.keys()
         assert all(space[key].low <= value <= space[key].high for key, value in trial.params.items())
         assert isfinite(trial.value)
 
 
+@pytest.mark.slow
 def test_trials_that_fall_behind_are_given_up(tmp_path):
     """The first five end; of the others some have losses above their median."""
     begun = search(tmp_path, "AdamW weight_decay=0.01 eps=1e-8 beta2=0.99")
@@ -153,6 +154,7 @@ def test_samplers_and_storages_that_do_not_exist(tmp_path):
         storage_of("nosuchdb://here")
 
 
+@pytest.mark.slow
 def test_tpe_and_importances(tmp_path):
     study = run_search(search(tmp_path, sampler="tpe", prune=False), 6, lambda trial: None)
     found = importances(study)
@@ -178,7 +180,7 @@ def finished(url: str) -> list[optuna.trial.FrozenTrial]:
 
 def test_an_interrupted_search_loses_no_finished_trial(tmp_path):
     url = f"sqlite:///{tmp_path / 'study.db'}"
-    words = command(tmp_path, url, "--trials", "8")
+    words = command(tmp_path, url, "--trials", "14")
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     lines = [process.stdout.readline() for _ in range(2)]
     process.send_signal(signal.SIGINT)
@@ -189,8 +191,8 @@ def test_an_interrupted_search_loses_no_finished_trial(tmp_path):
     assert all(line.startswith("trial") for line in lines)
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     after = finished(url)
-    assert len(after) == 8
-    assert f"8 finished trials in {url}" in done.stdout
+    assert len(after) == 14
+    assert f"14 finished trials in {url}" in done.stdout
     assert {t.number: t.value for t in after if t.number in before} == before
 
 
@@ -219,6 +221,7 @@ def test_all_may_begin_at_once(tmp_path):
             list(pool.map(begin, [f"sqlite:///{tmp_path / str(number)}.db"] * 6))
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_file(tmp_path):
     shared_by_two(tmp_path, f"sqlite:///{tmp_path / 'study.db'}")
 
