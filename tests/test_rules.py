@@ -220,22 +220,26 @@ def test_warm_up_of_the_factor_rate():
 
 @given(
     lr=st.floats(1e-5, 1.0),
+    share=st.floats(0.01, 1.0),
     scale=st.floats(1e-3, 1e3),
     weight=st.floats(1e-3, 1e2),
     relative=st.sampled_from([None, 0.03]),
 )
 @settings(deadline=None)
-def test_step_length(lr, scale, weight, relative):
-    """Whatever the momentum's scale, weights change by lr, or by a share of themselves if that is less."""
+def test_step_length(lr, share, scale, weight, relative):
+    """Whatever the momentum's scale, weights change by lr, or by a share of themselves if that is less.
+
+    Both are those of a schedule's peak, and the step goes down with the schedule from there.
+    """
     momentum = scale * torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weight_rms = torch.tensor(weight, dtype=torch.float64)
-    length = stability.step_length(lr, root_mean_square([momentum]), weight_rms, 5, relative)
+    length = stability.step_length(share * lr, lr, root_mean_square([momentum]), weight_rms, 5, relative)
     change = float(root_mean_square([length * momentum]))
     bound = math.inf if relative is None else relative * max(weight, 15**-0.5)
-    assert change == pytest.approx(min(lr, bound), rel=1e-5)
+    assert change == pytest.approx(share * min(lr, bound), rel=1e-5)
 
 
 def test_no_momentum_no_step():
     assert torch.isfinite(
-        stability.step_length(0.1, torch.tensor(0.0), torch.tensor(1.0), 5, 0.03) * torch.zeros(3)
+        stability.step_length(0.1, 0.1, torch.tensor(0.0), torch.tensor(1.0), 5, 0.03) * torch.zeros(3)
     ).all()

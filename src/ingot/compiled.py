@@ -34,6 +34,7 @@ class Moving(NamedTuple):
     gradients: tuple[Tensor, ...]
     momenta: tuple[Tensor, ...]
     lrs: tuple[Tensor, ...]
+    peaks: tuple[Tensor, ...]
     shrinking: tuple[Tensor, ...]
     rate: Tensor
     usual: Tensor
@@ -56,8 +57,9 @@ def _bounds(layer: Layer, parts: list[Part]) -> Bounds:
 def _bound(part: Part, d_i: int) -> float | None:
     """The bound on a relative step, if the learning rate may exceed it."""
     bound: float | None = part.group["max_relative_step"]
-    lr = part.lr
-    return bound if bound is None or isinstance(lr, Tensor) or stability.may_bind(lr, d_i, bound) else None
+    peak = part.peak_lr
+    may_bind = bound is None or isinstance(peak, Tensor) or stability.may_bind(peak, d_i, bound)
+    return bound if may_bind else None
 
 
 def _moving(layer: Layer, parts: list[Part], scales: Scales) -> Moving:
@@ -70,6 +72,7 @@ def _moving(layer: Layer, parts: list[Part], scales: Scales) -> Moving:
         shaped([part.p.grad for part in parts if part.p.grad is not None]),
         shaped([part.state["momentum_buffer"] for part in parts]),
         tuple(_beside(part, part.lr) for part in parts),
+        tuple(_beside(part, part.peak_lr) for part in parts),
         tuple(_beside(part, 1 - part.lr * part.group["weight_decay"]) for part in parts),
         _beside(parts[0], parts[0].group["momentum"]),
         parts[0].state["size"],
@@ -105,10 +108,11 @@ def _step(bounds: Bounds, moving: Moving) -> tuple[Tensor, Tensor]:
     d_i = matrix.shape[-1] + len(bias)
     is_bounded = any(bound is not None for bound in bounds)
     weight_size = _root_mean_square([moving.weights[0]]) if is_bounded else 0.0
-    for w, m, momentum, lr, shrinking, bound in zip(
-        moving.weights, new, moving.momenta, moving.lrs, moving.shrinking, bounds, strict=True
+    rates = zip(moving.lrs, moving.peaks, moving.shrinking, bounds, strict=True)
+    for w, m, momentum, (lr, peak, shrinking, bound) in zip(
+        moving.weights, new, moving.momenta, rates, strict=True
     ):
-        length = stability.step_length(lr, size_taken, weight_size, d_i, bound)
+        length = stability.step_length(lr, peak, size_taken, weight_size, d_i, bound)
         w.mul_(shrinking).sub_(length * m)
         momentum.copy_(m)
     found: Any = stability.usual_size(usual, size, trusted)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ingot.model import named_parameters
+from ingot.scalars import number, where
 from ingot.structures import Factory, resolve
 
 Group: TypeAlias = dict[str, Any]
@@ -125,12 +126,12 @@ def _number(low: float, high: float = float("inf"), *, open_high: bool = False) 
         if not isinstance(value, Real) or isinstance(value, bool):
             return False
         try:
-            number = float(value)
+            found = float(value)
         except OverflowError:
             return False
-        if not isfinite(number):
+        if not isfinite(found):
             return False
-        return low <= number and (number < high if open_high else number <= high)
+        return low <= found and (found < high if open_high else found <= high)
 
     return check
 
@@ -202,7 +203,15 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 _ALLOWED = frozenset({"params", "param_names", "name", "structure"})
 _ALLOWED |= {"lr_scale"}  # timm's decay of the rate by layers
 _OF_SCHEDULERS = {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
-_ALLOWED |= _OF_SCHEDULERS
+_RATES = _OF_SCHEDULERS | {"peak_lr"}
+_ALLOWED |= _RATES
+
+
+def follow_rates(groups: Iterable[Group]) -> None:
+    """Keep the highest learning rate of each group so far, whoever set it: a schedule goes down from there."""
+    for group in groups:
+        lr, peak = number(group["lr"]), number(group.get("peak_lr", 0.0))
+        group["peak_lr"] = where(lr > peak, lr, peak)
 
 
 def check_group(group: Group, others: Container[str] = ()) -> None:
@@ -210,7 +219,7 @@ def check_group(group: Group, others: Container[str] = ()) -> None:
     for name, (check, wanted) in _CHECKS.items():
         if not check(group.get(name)):
             raise ValueError(f"{name} must be {wanted}; got {group.get(name)!r}")
-    for name in _OF_SCHEDULERS & group.keys():
+    for name in _RATES & group.keys():
         if not _number(0)(group[name]):
             raise ValueError(f"{name} must be a number of at least 0; got {group[name]!r}")
     structure_pair(group["structure"])

@@ -129,6 +129,7 @@ class ModelOptimizer(Optimizer):
             raise
 
     def _append(self, group: Group) -> None:
+        group.setdefault("peak_lr", 0.0)
         super().add_param_group(group)
         for name, value in group.items():
             if isinstance(value, Tensor):  # a learning rate, which schedulers change in place

@@ -120,6 +120,11 @@ class Part(NamedTuple):
         return number(self.group["lr"])
 
     @property
+    def peak_lr(self) -> Number:
+        """The highest one so far."""
+        return number(self.group["peak_lr"])
+
+    @property
     def decay(self) -> float:
         """The weight decay where the paper has it: in the natural gradient."""
         return 0.0 if self.group["decoupled_weight_decay"] else float(self.group["weight_decay"])

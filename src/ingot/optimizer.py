@@ -16,7 +16,16 @@ from ingot.budget import BudgetLike, Choice
 from ingot.description import Description, describe
 from ingot.distributed import local, reshard
 from ingot.family import NUMBERS, SIZES, InverseFree, Inverting, Rule
-from ingot.groups import AUTO, Group, Params, check_adamw, separate_adamw, structure_pair, trained_groups
+from ingot.groups import (
+    AUTO,
+    Group,
+    Params,
+    check_adamw,
+    follow_rates,
+    separate_adamw,
+    structure_pair,
+    trained_groups,
+)
 from ingot.model import Layer, find_layers, is_compiled, unwrapped
 from ingot.model_optimizer import preconditionable
 from ingot.precision import computing, keeping, without_autocast
@@ -291,6 +300,7 @@ class NaturalGradient(SteppingOptimizer):
         return loss
 
     def _step_all(self, scale: Tensor | None) -> None:
+        follow_rates(self.param_groups)
         self._share_statistics()
         # A layer that was never captured (its module's forward was bypassed) has no factors: AdamW's.
         layers = [

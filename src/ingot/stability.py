@@ -33,22 +33,23 @@ def warmed_rate(lr: float, updates: int) -> float:
 # --- The step of the weights ----------------------------------------------------------------------------
 
 
-def may_bind(lr: float, d_i: int, max_relative: float) -> bool:
-    """Whether the bound on a step may be below the learning rate, for weights of no matter what size."""
-    return lr > max_relative * (3 * d_i) ** -0.5
+def may_bind(peak: float, d_i: int, max_relative: float) -> bool:
+    """Whether the bound on a step may be below a learning rate, for weights of no matter what size."""
+    return peak > max_relative * (3 * d_i) ** -0.5
 
 
 def step_length(
-    lr: Number, momentum_rms: Number, weight_rms: Number, d_i: int, max_relative: float | None
+    lr: Number, peak: Number, momentum_rms: Number, weight_rms: Number, d_i: int, max_relative: float | None
 ) -> Number:
     """What a layer's momentum is multiplied with so that its weights change by about ``lr``, as AdamW's do.
 
-    The root mean square of the change is ``lr``, and at most ``max_relative`` of that of the weights
-    themselves (or of PyTorch's initial weights, if these are larger).
+    The root mean square of the change is ``lr``. At the peak of a schedule it is at most ``max_relative`` of
+    that of the weights themselves (or of PyTorch's initial weights, if these are larger), and below the peak
+    it falls with the schedule: a bound that did not would hold the last steps at the length of the first.
     """
     if max_relative is not None:
         bound = max_relative * greatest(weight_rms, (3 * d_i) ** -0.5)
-        lr = where(bound < lr, bound, lr)
+        lr = lr * least(bound / at_least_tiny(peak), 1.0)
     return lr / at_least_tiny(momentum_rms)
 
 

@@ -240,10 +240,11 @@ class SteppingOptimizer(UpdatingOptimizer):
 
     def _is_bounded(self, layer: Layer, part: Part) -> bool:
         """Whether a parameter's step may be bounded by the size of the layer's weight."""
-        lr, bound = part.lr, part.group["max_relative_step"]
+        bound = part.group["max_relative_step"]
         if bound is None or not part.group["normalize_step"]:
             return False
-        return isinstance(lr, Tensor) or stability.may_bind(lr, layer.structures[0].dim, bound)
+        peak = part.peak_lr
+        return isinstance(peak, Tensor) or stability.may_bind(peak, layer.structures[0].dim, bound)
 
     def _lengths(
         self, layer: Layer, parts: list[Part], size: Number, weight_size: Number | None = None
@@ -256,7 +257,7 @@ class SteppingOptimizer(UpdatingOptimizer):
             bound = part.group["max_relative_step"] if self._is_bounded(layer, part) else None
             if weight_size is None:
                 weight_size = 0.0 if bound is None else squares([layer.weight]).root_mean
-            lengths.append(stability.step_length(part.lr, size, weight_size, d_i, bound))
+            lengths.append(stability.step_length(part.lr, part.peak_lr, size, weight_size, d_i, bound))
         return lengths
 
     def _descend(self, part: Part, momentum: Tensor, length: Number, step: int) -> None:
