@@ -208,7 +208,7 @@ _ALLOWED |= _RATES
 
 
 def follow_rates(groups: Iterable[Group]) -> None:
-    """Keep the highest learning rate of each group so far, whoever set it: a schedule goes down from there."""
+    """Keep each group's highest learning rate so far, from which a schedule goes down, whoever set it."""
     for group in groups:
         lr, peak = number(group["lr"]), number(group.get("peak_lr", 0.0))
         group["peak_lr"] = where(lr > peak, lr, peak)

@@ -288,6 +288,29 @@ def test_evaluate_stores_and_shows_everything(small, tmp_path):
     assert json.loads((tmp_path / "scoreboard.json").read_text()) == found
 
 
+def test_what_cannot_train_a_model_is_left_out_there(small, tmp_path, monkeypatch):
+    """As Muon where no layer is linear; where one is, it is trained."""
+
+    def convolutional(folder):
+        x, y = torch.randn(16, 1, 3), torch.zeros(16, dtype=torch.long)
+        model = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten())
+        return Task("t", lambda: model, Tensors(x, y), Tensors(x, y), training=Training(1, 8))
+
+    monkeypatch.setitem(suite.SUITE, "second", Entry("convolutional", False, convolutional))
+    words = ("evaluate", "first", "second", "-o", "Muon", "-o", "SGD", "--seeds", "1", "--out", str(tmp_path))
+    result = invoke(*words, "--trials", "1", "--tune", "Muon", "--in-time")
+    assert result.exit_code == 0, result.output
+    assert "second Muon is left out: Muon trains the weights of linear layers" in plain(result.stdout)
+    found = json.loads((tmp_path / "scoreboard.json").read_text())
+    for phase in ("defaults", "in AdamW's time"):
+        assert [set(found[phase][task]) for task in ("first", "second")] == [
+            {"AdamW", "Muon", "SGD"},
+            {"AdamW", "SGD"},
+        ]
+    assert set(found["tuned"]["first"]) == {"AdamW", "Muon"}  # SGD was not to be tuned
+    assert set(found["tuned"]["second"]) == {"AdamW"}
+
+
 def test_what_is_slower_has_fewer_steps_in_the_same_time(small, tmp_path, monkeypatch):
     from rich.console import Console
 
@@ -328,6 +351,13 @@ def test_wrong_words(tmp_path, monkeypatch, words, said):
     result = invoke("evaluate", *words)
     assert result.exit_code == 2
     assert said in plain(result.stderr)
+
+
+def test_what_is_tuned_is_among_the_optimizers(small, tmp_path):
+    words = ("evaluate", "first", "-o", "SGD", "--seeds", "1", "--trials", "1", "--tune", "SINGD")
+    result = invoke(*words, "--out", str(tmp_path))
+    assert result.exit_code == 2
+    assert "--tune 'SINGD' is none of the optimizers" in plain(result.stderr)
 
 
 def test_a_task_that_was_named_must_be_there(small, tmp_path):

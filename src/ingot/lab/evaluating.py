@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ingot.lab.comparing import folder_name
 from ingot.lab.optimizers import Chosen, choose
+from ingot.lab.peers import UnsuitableError
 from ingot.lab.progress import ending
 from ingot.lab.records import Run
 from ingot.lab.scoreboard import REFERENCE
@@ -75,8 +76,21 @@ class Work(NamedTuple):
 
 def evaluate_defaults(evaluation: Evaluation, console: Console) -> dict[str, list[Group]]:
     """Each optimizer as it comes, on each task from each seed."""
-    everywhere = dict.fromkeys(evaluation.tasks, evaluation.chosen)
-    return train_suite(evaluation, "defaults", everywhere, 0, console)
+    return train_suite(evaluation, "defaults", suited(evaluation, console), 0, console)
+
+
+def suited(evaluation: Evaluation, console: Console) -> dict[str, list[Chosen]]:
+    """The optimizers that can train each task's model; of others it is said that they are left out."""
+    found: dict[str, list[Chosen]] = {}
+    for name in evaluation.tasks:
+        task, found[name] = _task(name, evaluation.data_dir), []
+        for chosen in evaluation.chosen:
+            try:
+                chosen.make(task.model(), task.training.common)
+                found[name].append(chosen)
+            except UnsuitableError as error:
+                console.print(f"{name}  {chosen.label} is left out: {error}", highlight=False)
+    return found
 
 
 def evaluate_in_time(
@@ -85,7 +99,9 @@ def evaluate_in_time(
     """Each optimizer but the reference in so many steps as it takes in the reference's time."""
     works: list[Work] = []
     for task, (reference, *others) in defaults.items():
-        for group, chosen in zip(others, evaluation.chosen[1:], strict=True):
+        chosen_by_label = {chosen.label: chosen for chosen in evaluation.chosen}
+        for group in others:
+            chosen = chosen_by_label[group.label]
             share = min(1.0, reference.seconds_per_step / group.seconds_per_step)
             epochs = max(0.001, round(share * _epochs(task, evaluation.data_dir), 3))
             works += _works(evaluation, "in_time", task, chosen, 0, epochs)
@@ -96,18 +112,19 @@ def evaluate_tuned(
     evaluation: Evaluation, trials: int, console: Console
 ) -> tuple[dict[str, list[Group]], dict[str, dict[str, Tuned]]]:
     """The best settings of equally many trials of each optimizer on held out data, from fresh seeds."""
+    by_task = suited(evaluation, console)
     searches = [
         Tuning(task, evaluation.data_dir, chosen, trials, _loop(evaluation, task, 1), evaluation.out)
-        for task in evaluation.tasks
-        for chosen in evaluation.chosen
+        for task, several in by_task.items()
+        for chosen in several
     ]
     found = _do_all(evaluation, tune_one, searches, console)
     best: dict[str, dict[str, Tuned]] = {task: {} for task in evaluation.tasks}
     for search, tuned in zip(searches, found, strict=True):
         best[search.task][search.chosen.label] = tuned
     tuned_ones = {
-        task: [chosen.with_settings(best[task][chosen.label].settings) for chosen in evaluation.chosen]
-        for task in evaluation.tasks
+        task: [chosen.with_settings(best[task][chosen.label].settings) for chosen in several]
+        for task, several in by_task.items()
     }
     return train_suite(evaluation, "tuned", tuned_ones, FRESH_SEED, console), best
 

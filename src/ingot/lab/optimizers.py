@@ -39,6 +39,7 @@ class Kind:
         make: Makes it from a model and settings.
         defaults: Settings where they differ from its own.
         space: What a search may tune.
+        paper_space: The same with the paper's step.
         structured: Whether it takes a structure, and all that ingot's optimizers have in common.
         package: What must be installed for it, beside torch.
     """
@@ -46,6 +47,7 @@ class Kind:
     make: Callable[..., Optimizer]
     defaults: Settings = field(default_factory=dict)
     space: Mapping[str, Range] = field(default_factory=dict)
+    paper_space: Mapping[str, Range] = field(default_factory=dict)
     structured: bool = False
     package: str = ""
 
@@ -63,19 +65,25 @@ def _adamw(model: nn.Module, beta2: float = 0.999, **settings: Any) -> Optimizer
     return torch.optim.AdamW(model.parameters(), betas=(0.9, beta2), **settings)
 
 
-LR, WEIGHT_DECAY = Range(1e-4, 1e-1), Range(1e-5, 1e-1)
-
 # The paper's table: step size, weight decay, damping, the preconditioner's step size, Riemannian momentum.
 # AdamW's damping is its eps, and its preconditioner's step size 1 - β₂. Momentum is 0.9 for all of them.
-# The paper's damping is an absolute number; one in units of the curvature has another range.
-DAMPING = Range(1e-4, 1.0)
+# All whose steps are on AdamW's scale have one range of learning rates.
+LR, WEIGHT_DECAY = Range(3e-4, 3e-2), Range(1e-5, 1e-1)
 CURVATURE = {
     "lr": LR,
     "weight_decay": WEIGHT_DECAY,
-    "damping": Range(1e-2, 10.0),
+    "damping": Range(3e-2, 10.0),
+    "precond_lr": Range(1e-2, 0.5),
+}
+# The paper's step has another scale, and its damping is an absolute number. Riemannian momentum is searched
+# there alone: it makes no difference that counts to the default step, and takes memory.
+OF_PAPER = {
+    "lr": Range(1e-4, 1e-1),
+    "weight_decay": WEIGHT_DECAY,
+    "damping": Range(1e-4, 1.0),
     "precond_lr": Range(1e-3, 0.5),
 }
-RIEMANNIAN = CURVATURE | {"precond_momentum": Range(0.0, 0.9, log=False)}
+RIEMANNIAN = OF_PAPER | {"precond_momentum": Range(0.0, 0.9, log=False)}
 
 OPTIMIZERS: Mapping[str, Kind] = {
     "SGD": Kind(
@@ -93,10 +101,10 @@ OPTIMIZERS: Mapping[str, Kind] = {
             "beta2": Range(0.9, 0.9999, log=False),
         },
     ),
-    "KFAC": Kind(ingot.KFAC, {}, CURVATURE, structured=True),
-    "IKFAC": Kind(ingot.IKFAC, {}, CURVATURE, structured=True),
-    "INGD": Kind(ingot.INGD, {}, RIEMANNIAN, structured=True),
-    "SINGD": Kind(ingot.SINGD, {}, RIEMANNIAN, structured=True),
+    "KFAC": Kind(ingot.KFAC, {}, CURVATURE, OF_PAPER, structured=True),
+    "IKFAC": Kind(ingot.IKFAC, {}, CURVATURE, OF_PAPER, structured=True),
+    "INGD": Kind(ingot.INGD, {}, CURVATURE, RIEMANNIAN, structured=True),
+    "SINGD": Kind(ingot.SINGD, {}, CURVATURE, RIEMANNIAN, structured=True),
     "control": Kind(  # SINGD's step without its curvature, to see what this is worth
         ingot.SINGD,
         {"structure": "diagonal", "precond_lr": 0.0, "precond_warmup": 0},
@@ -113,7 +121,7 @@ OPTIMIZERS: Mapping[str, Kind] = {
     "official": Kind(
         peers.official_singd,
         {"lr": 1e-3},
-        {"lr": LR, "weight_decay": WEIGHT_DECAY, "damping": DAMPING, "lr_cov": Range(1e-3, 0.5)},
+        {"lr_cov" if name == "precond_lr" else name: place for name, place in OF_PAPER.items()},
         package="singd",
     ),
 }
@@ -139,10 +147,9 @@ class Chosen:
     @property
     def space(self) -> dict[str, Range]:
         """What a search tunes: settings that were not given."""
-        space = {name: place for name, place in self.kind.space.items() if name not in self.settings}
-        if "damping" in space and self.settings.get("relative_damping") is False:
-            space["damping"] = DAMPING
-        return space
+        is_papers = self.settings.get("relative_damping") is False
+        space = self.kind.paper_space if is_papers else self.kind.space
+        return {name: place for name, place in space.items() if name not in self.settings}
 
     def make(self, model: nn.Module, common: Settings | None = None) -> Optimizer:
         """The optimizer of a model; ``common`` are a recipe's settings for ingot's own optimizers."""

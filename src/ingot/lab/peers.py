@@ -12,6 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 
+class UnsuitableError(ValueError):
+    """An optimizer has nothing to train in a model: it does not know the kinds of its layers."""
+
+
 class Together(Optimizer):
     """Optimizers of one model's different parameters as one: schedulers and checkpoints see all of them."""
 
@@ -61,7 +65,7 @@ def muon(model: nn.Module, lr: float = 1e-3, **settings: Any) -> Optimizer:
     layers = (module for module in model.modules() if isinstance(module, nn.Linear))
     weights = list(dict.fromkeys(layer.weight for layer in layers if layer.weight.requires_grad))
     if not weights:
-        raise ValueError("Muon trains the weights of linear layers, and this model has none")
+        raise UnsuitableError("Muon trains the weights of linear layers, and this model has none")
     return with_adamw(torch.optim.Muon(weights, lr=lr, **settings), model, lr)
 
 
@@ -81,7 +85,10 @@ def official_singd(
     """The paper's own package, with AdamW on what it leaves untrained."""
     structures = (structure, structure) if isinstance(structure, str) else structure
     settings = {"structures": structures, "warn_unsupported": False, **settings}
-    optimizer = quietly("singd.optim.optimizer").SINGD(model, lr=lr, **settings)
+    package = quietly("singd.optim.optimizer").SINGD
+    if not any(isinstance(module, package.SUPPORTED_MODULES) for module in model.modules()):
+        raise UnsuitableError("singd trains linear layers and convolutions, and this model has none")
+    optimizer = package(model, lr=lr, **settings)
     return with_adamw(optimizer, model, lr)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,6 +23,9 @@ from ingot.lab.commands.app import (
 )
 from ingot.lab.scoreboard import REFERENCE
 from ingot.lab.tables import markdown_table, rich_table
+
+if TYPE_CHECKING:
+    from ingot.lab.evaluating import Evaluation
 
 BESIDE, SWEPT = ("SINGD", "control", "SGD"), ("SINGD",)
 
@@ -55,6 +58,12 @@ def evaluate(
     trials: Annotated[
         int, typer.Option(min=0, help="Also compare the best settings of so many random trials of each.")
     ] = 0,
+    tune: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Which of the optimizers to tune beside AdamW, once for each.", show_default="all of them"
+        ),
+    ] = None,
     in_time: Annotated[
         bool, typer.Option("--in-time", help="Also compare at AdamW's time instead of its steps.")
     ] = False,
@@ -67,7 +76,7 @@ def evaluate(
 
     Examples: ingot evaluate --seeds 3 --jobs 2
 
-    ingot evaluate digits fashion_cnn -o SINGD -o 'SINGD lr=3e-3' -o control --trials 16
+    ingot evaluate digits fashion_cnn -o SINGD -o 'SINGD lr=3e-3' -o control --trials 16 --tune SINGD
     """
     from ingot.lab import scoreboard
     from ingot.lab.evaluating import Evaluation, evaluate_defaults, evaluate_in_time, evaluate_tuned
@@ -77,6 +86,7 @@ def evaluate(
         folder, names = _suite(tasks, data_dir)
         make_directory(out)
         evaluation = Evaluation(names, _beside(optimizers, BESIDE), seeds, out, folder, precision, jobs)
+        tuned = replace(evaluation, optimizers=_beside(_among(tune, evaluation), evaluation.optimizers))
         defaults = evaluate_defaults(evaluation, console)
         boards = {"defaults": defaults}
         if in_time:
@@ -86,7 +96,7 @@ def evaluate(
             }
         searches: dict[str, Any] = {}
         if trials:
-            boards["tuned"], searches = evaluate_tuned(evaluation, trials, console)
+            boards["tuned"], searches = evaluate_tuned(tuned, trials, console)
         found = {name: scoreboard.standings(board) for name, board in boards.items()}
         lines = []
         for name, standings in found.items():
@@ -151,6 +161,16 @@ def sweep(
 def _beside(optimizers: Sequence[str] | None, by_default: Sequence[str]) -> list[str]:
     """The optimizers that are asked for, behind the one that they are measured by."""
     return [REFERENCE, *(text for text in optimizers or by_default if text != REFERENCE)]
+
+
+def _among(tune: Sequence[str] | None, evaluation: Evaluation) -> Sequence[str] | None:
+    for text in tune or ():
+        if text not in evaluation.optimizers:
+            known = ", ".join(map(repr, evaluation.optimizers))
+            raise ValueError(
+                f"--tune {text!r} is none of the optimizers, which are {known}: name it by -o, too"
+            )
+    return tune
 
 
 def _suite(tasks: list[str] | None, data_dir: Path | None) -> tuple[Path | None, list[str]]:
