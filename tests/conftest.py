@@ -1,4 +1,10 @@
+import os
+
 import pytest
+
+# Before torch is imported: also for processes that tests start, which would take each other's cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 from ingot.layers.base import _FAMILIES
