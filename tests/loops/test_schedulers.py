@@ -148,6 +148,22 @@ def test_a_resumed_run_is_the_uninterrupted_one(name):
     assert_identical(held(other, resumed), held(model, optimizer))
 
 
+@pytest.mark.parametrize("layers", ["diagonal", "block_diagonal(2)"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_bounded_steps_go_down_with_the_schedule(layers, compiled):
+    """A rate far above the bound: steps are a share of the weights, and fall as the rate does, by whoever."""
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = SINGD(model, lr=0.0, structure=layers, weight_decay=0.0, compile=compiled)
+    for lr, share in ((3.0, 1.0), (6.0, 1.0), (3.0, 0.5), (0.6, 0.1), (6.0, 1.0)):  # of the highest so far
+        optimizer.param_groups[0]["lr"] = lr
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        squares(model(torch.randn(8, 4))).backward()
+        optimizer.step()
+        size, change = (float(x.square().mean().sqrt()) for x in (before, model.weight.detach() - before))
+        assert change == pytest.approx(share * 0.03 * max(size, 12**-0.5))
+
+
 # --- The real effect, beside torch's own optimizers ------------------------------------------------------
 
 CYCLES = {
