@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -15,10 +16,12 @@ from ingot import budget, checkpoints, health
 from ingot.budget import BudgetLike, Choice
 from ingot.description import Description, describe
 from ingot.distributed import local, reshard
+from ingot.factors import Factors, factors_of
 from ingot.family import NUMBERS, SIZES, InverseFree, Inverting, Rule
 from ingot.groups import AUTO, Group, Params, check_adamw, separate_adamw, structure_pair, trained_groups
 from ingot.model import Layer, find_layers, is_compiled, unwrapped
 from ingot.model_optimizer import preconditionable
+from ingot.naming import names_keywords
 from ingot.precision import computing, keeping, without_autocast
 from ingot.rules import Pair
 from ingot.scaling import loss_scale
@@ -27,16 +30,24 @@ from ingot.structures import Factory, bind, resolve
 
 StructureLike: TypeAlias = str | Factory
 
-PAPER: Mapping[str, Any] = {
-    "precond_warmup": 0,
-    "max_factor_step": None,
-    "relative_damping": False,
-    "factor_start": "identity",
-    "normalize_step": False,
-    "max_relative_step": None,
-    "decoupled_weight_decay": False,
-}
+PAPER: Mapping[str, Any] = MappingProxyType(
+    {
+        "precond_warmup": 0,
+        "max_factor_step": None,
+        "relative_damping": False,
+        "factor_start": "identity",
+        "normalize_step": False,
+        "max_relative_step": None,
+        "decoupled_weight_decay": False,
+    }
+)
 """Keyword values under which every optimizer takes exactly the paper's step: ``SINGD(model, **PAPER)``."""
+
+
+_OF_ADAMW_ALONE = {
+    "betas": "layers have momentum, and what has no factors is set by adamw={'betas': ...}",
+    "eps": "layers have damping, and what has no factors is set by adamw={'eps': ...}",
+}
 
 
 class NaturalGradient(SteppingOptimizer):
@@ -100,6 +111,7 @@ class NaturalGradient(SteppingOptimizer):
     rule: ClassVar[Rule]
     default_structure: ClassVar[str] = "dense"
 
+    @names_keywords(remedies=_OF_ADAMW_ALONE)
     def __init__(
         self,
         model: nn.Module,
@@ -235,6 +247,16 @@ class NaturalGradient(SteppingOptimizer):
     def describe(self) -> Description:
         """A table of which parameter is trained how, by which structures, at what memory; print it."""
         return describe(self, self._watch.model, self._layers)
+
+    def factors(self, layer: nn.Module | Tensor | str) -> Factors:
+        """What a layer's factors are now, as copies, each with its structure; dense on demand.
+
+        Where the state is shared out over processes they are gathered: then all processes must ask.
+
+        Args:
+            layer: The module, its weight, or the name of either as in ``describe`` and ``diagnostics``.
+        """
+        return factors_of(self, layer)
 
     # --- Checkpoints ------------------------------------------------------------------------------------
 

@@ -29,10 +29,17 @@ def register(name: str) -> Callable[[B], B]:
 
     From then on ``structure="two_blocks(16)"`` works everywhere.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise ValueError(f"a structure's name is lower-case letters, digits and underscores, got {name!r}")
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ValueError(
+            "a structure's name is lower-case letters, digits and underscores, as in @register('my_blocks'); "
+            f"got {name!r}"
+        )
 
     def decorate(builder: B) -> B:
+        if not callable(builder) or not inspect.signature(builder).parameters:
+            raise TypeError(
+                f"{name!r} is to be a class of structures, or a function of the dimension; got {builder!r}"
+            )
         _BUILDERS[name] = builder
         if isinstance(builder, type) and issubclass(builder, Structure):
             builder.name = name
