@@ -13,6 +13,7 @@ help: ## Show the targets
 setup: $(READY) ## Make the virtual environment
 
 $(READY): pyproject.toml constraints.txt
+	@echo "Making $(VENV) with torch and all that is developed with; this takes some minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
