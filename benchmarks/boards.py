@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf, isfinite
 
 from benchmarks.headline import MAIN, NAMES, tasks_in_order
@@ -27,14 +27,14 @@ def losses_and_errors(board: Board) -> str:
     labels = list(dict.fromkeys(label for of in board.values() for label in of))
     rows = []
     for task, of in board.items():
-        cells = [loss(of.get(label), _digits(of)) + _error(of.get(label)) for label in labels]
+        cells = [loss(of.get(label), _digits([of])) + _error(of.get(label)) for label in labels]
         rows.append((f"`{task}`", *cells))
     return markdown_table(("task", *labels), rows)
 
 
-def _digits(of: Mapping[str, Standing]) -> int:
+def _digits(phases: Iterable[Mapping[str, Standing]]) -> int:
     """Decimals that tell the optimizers of a task apart."""
-    return 4 if of[REFERENCE].loss < 0.1 else 3
+    return 4 if any(of[REFERENCE].loss < 0.1 for of in phases if REFERENCE in of) else 3
 
 
 def _error(one: Standing | None) -> str:
@@ -52,18 +52,19 @@ def results(boards: Boards) -> str:
         named = "" if phase == "defaults" else f", {phase}"
         columns += [f"{REFERENCE}{named}", f"{MAIN}{named}"]
         for task, row in zip(tasks, rows, strict=True):
-            row += _pair(board.get(task, {}))
+            digits = _digits(other.get(task, {}) for other in shown.values())
+            row += _pair(board.get(task, {}), digits)
         found = verdict(board, MAIN, REFERENCE)
         last += ["", f"{len(found.ahead)} of {len(found.tasks)}"]
         means += ["1", f"{found.loss_ratio:.2f}" if found.loss_ratio < inf else "diverged"]
     return markdown_table(columns, [*rows, means, last])
 
 
-def _pair(of: Mapping[str, Standing]) -> list[str]:
+def _pair(of: Mapping[str, Standing], digits: int) -> list[str]:
     """The reference and the other, with the lower one in bold."""
     if not {MAIN, REFERENCE} <= of.keys():
         return ["–", "–"]
-    cells = [loss(of[label], _digits(of)) for label in (REFERENCE, MAIN)]
+    cells = [loss(of[label], digits) for label in (REFERENCE, MAIN)]
     ahead = int(of[MAIN].loss < of[REFERENCE].loss)
     cells[ahead] = f"**{cells[ahead]}**"
     return cells

@@ -120,7 +120,7 @@ def structure_pair(structure: Any) -> tuple[Factory | None, Factory | None]:
     if not isinstance(structure, tuple | list):
         structure = structure, structure
     if len(structure) != 2:
-        raise ValueError(f"structure is one for both factors or a pair for K and C, got {structure!r}")
+        raise ValueError(f"structure is one for both factors or a pair for K and C; got {structure!r}")
     k, c = (None if isinstance(s, str) and s == AUTO else resolve(s) for s in structure)
     return k, c
 

@@ -146,6 +146,8 @@ class NaturalGradient(SteppingOptimizer):
         compile: bool = False,
         fisher: str = "empirical",
     ) -> None:
+        if not hasattr(self, "rule"):
+            raise TypeError("NaturalGradient is what all have in common: make SINGD, INGD, IKFAC or KFAC")
         # Every keyword but adamw is the default of a group's setting of the same name.
         defaults = {k: v for k, v in locals().items() if k not in _NOT_SETTINGS}
         if structure is None:
@@ -154,7 +156,7 @@ class NaturalGradient(SteppingOptimizer):
         defaults["eps"] = 1e-8  # no betas: torch's schedulers would drive those of AdamW instead of momentum
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"the first argument is the model itself, got {type(model).__name__}: write "
+                f"the first argument is the model itself; got {type(model).__name__}: write "
                 f"{type(self).__name__}(model), not {type(self).__name__}(model.parameters())"
             )
         if fisher not in ("empirical", "separate"):

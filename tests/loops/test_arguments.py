@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import ingot
-from ingot import IKFAC, KFAC, PAPER, SINGD
+from ingot import IKFAC, KFAC, PAPER, SINGD, NaturalGradient
 from ingot.checkpoints import _KEPT
 from ingot.groups import _CHECKS
 from ingot.structures import Diagonal
@@ -163,11 +163,11 @@ OTHER: dict[str, list[tuple[Any, Any, str]]] = {
     ],
     "structure": [
         ("dens", ValueError, "'dens' is no structure, did you mean 'dense'"),
-        (("dense",), ValueError, r"a pair for K and C, got \('dense',\)"),
+        (("dense",), ValueError, r"a pair for K and C; got \('dense',\)"),
         ("dense(2)", ValueError, "layer 'embedding'.* cannot fill .* leave the size out"),
         ("block_diagonal(0)", ValueError, "must be at least 1"),
         ("", WRONG, "structure .*''"),
-        ((), WRONG, "a pair for K and C, got"),
+        ((), WRONG, "a pair for K and C; got"),
         (5, TypeError, "a structure is text such as .* got 5"),
         (lambda dim: Diagonal(dim + 1), ValueError, "layer 'embedding'.* was asked for dimension"),
     ],
@@ -225,6 +225,11 @@ def test_a_keyword_that_does_not_exist_is_refused_with_what_may_be_meant(optimiz
     with pytest.raises(TypeError, match=expected):
         ingot.plan(model, optimizer=optimizer_class, **{name: 1})
     assert not hooks(model)
+
+
+def test_what_the_family_has_in_common_is_no_optimizer():
+    with pytest.raises(TypeError, match="make SINGD, INGD, IKFAC or KFAC"):
+        NaturalGradient(Small())
 
 
 def test_the_papers_settings_cannot_be_changed():
