@@ -97,6 +97,9 @@ FIGURES: Mapping[str, Picture] = {
     report.TIME_FIGURE: Picture(partial(_scaling, draw=figures.plot_times), BENCH),
     report.MEMORY_FIGURE: Picture(partial(_scaling, draw=figures.plot_memory), BENCH),
     "lab_digits.png": Picture(_error_curves, "compare_digits"),
+    "lab_vgg.png": Picture(_error_curves, "compare_vgg"),
+    "lab_vgg_memory.png": Picture(_memory, "compare_vgg"),
+    "lab_gpt.png": Picture(_error_curves, "compare_gpt"),
     "lab_gcn.png": Picture(_error_curves, "compare_gcn"),
 }
 """All images of README and docs by their names in ``docs/images``."""
@@ -179,8 +182,11 @@ TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("docs/from_adamw.md", "tuned"): partial(_board, "tuned"),
     ("docs/from_adamw.md", "bfloat16"): partial(_board, "defaults", BF16),
     ("docs/laboratory.md", "digits"): partial(_comparison, "digits"),
+    ("docs/laboratory.md", "vgg"): partial(_comparison, "vgg"),
+    ("docs/laboratory.md", "gpt"): partial(_comparison, "gpt"),
     ("docs/laboratory.md", "gcn"): partial(_comparison, "gcn"),
     ("docs/precision.md", "precision"): _precision,
+    ("docs/reproduce.md", "vgg"): partial(_comparison, "vgg", "test error", "peak"),
     ("docs/reproduce.md", "precision"): partial(_precision, "paper, λ = 0.0001"),
     ("docs/reproduce.md", "gcn"): partial(_comparison, "gcn", "test error", "best", without="SGD"),
 }
