@@ -209,11 +209,11 @@ def written(text: str, name: str, table: str) -> str:
 def main() -> None:
     for name, picture in FIGURES.items():
         picture.write(IMAGES / name)
-        print(IMAGES / name)
+        print((IMAGES / name).relative_to(ROOT))
     for (page, name), table in TABLES.items():
         path = ROOT / page
         path.write_text(written(path.read_text("utf-8"), name, table()), "utf-8")
-        print(f"{path}: {name}")
+        print(f"{page}: {name}")
     text = report.page(Results.load(stored.FOLDER / f"{BENCH}.json"), "images/")
     report.write_between(ROOT / "docs" / "benchmarks.md", report.BEGIN, report.END, text)
 
