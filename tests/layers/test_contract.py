@@ -180,7 +180,7 @@ def test_a_class_is_registered_as_such_or_by_its_name():
     assert family_of(Scaled(2, 2)) is None
     adapter = register(Scaled)(LinearAdapter)
     assert isinstance(family_of(Scaled(2, 2)), adapter)
-    for wrong in ("Linear", 3, nn.Linear(2, 2), int):
+    for wrong in ("Linear", 3, nn.Linear(2, 2), int, LinearAdapter):
         with pytest.raises(TypeError, match="classes of modules, or for their full names"):
             register(wrong)
 
