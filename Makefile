@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo precision test test-slow lint format docs models bench memory distributed dist clean
+.PHONY: help setup demo precision test test-slow lint format docs models bench figures memory distributed dist clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -13,6 +13,7 @@ help: ## Show the targets
 setup: $(READY) ## Make the virtual environment
 
 $(READY): pyproject.toml constraints.txt
+	@echo "Making $(VENV) with torch and all that is developed with; this takes some minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
@@ -50,7 +51,11 @@ $(VENV)/.bench-ready: $(READY)
 	@touch $@
 
 bench: $(VENV)/.bench-ready ## Measure times, memory and growth against peers; writes the page docs/benchmarks.md
-	$(BIN)/python -m benchmarks all --out benchmarks/results --page docs/benchmarks.md
+	$(BIN)/python -m benchmarks all --out benchmarks/results
+	$(BIN)/python -m benchmarks.pages
+
+figures: setup ## Draw all figures and write all tables of README and docs from stored results; trains nothing
+	$(BIN)/python -m benchmarks.pages
 
 PROCESSES ?= 2
 distributed: setup ## Count what several processes send, and time their steps; prints the tables of docs/distributed.md

@@ -87,7 +87,6 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, help="default: more for faster models")
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="directory for the results")
-    parser.add_argument("--page", type=Path, help="page to write the results into, between its marks")
     return parser.parse_args(arguments)
 
 
@@ -102,8 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results.save(stored)
     results = Results.load(stored)  # so that measuring and rendering later make the same page
     print(report.write(results, chosen.out))
-    if chosen.page is not None:
-        report.write_into(chosen.page, results, chosen.out)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from shutil import copyfile
 from typing import Any
 
 from benchmarks import tables
@@ -128,15 +127,6 @@ def write(results: Results, folder: Path) -> str:
     (folder / "results.md").write_text(text, encoding="utf-8")
     write_figures(results, folder)
     return text
-
-
-def write_into(target: Path, results: Results, folder: Path) -> None:
-    """The results between the marks of a page of the documentation, with the figures that ``write`` made."""
-    write_between(target, BEGIN, END, page(results, images="images/"))
-    if results.scaling is not None:
-        (target.parent / "images").mkdir(exist_ok=True)
-        for name in (TIME_FIGURE, MEMORY_FIGURE):
-            copyfile(folder / name, target.parent / "images" / name)
 
 
 def write_figures(results: Results, folder: Path) -> None:

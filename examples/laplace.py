@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy, nll_loss
 
 from ingot import SINGD
-from ingot.structures import bind, parse
 
 
 def train(model, images, labels, epochs):
@@ -31,17 +30,12 @@ def train(model, images, labels, epochs):
 def posterior(model, optimizer, width):
     """A function that draws weights: W + width C E Kᵀ, whose covariance is width² (C Cᵀ ⊗ K Kᵀ)."""
     mean = {name: p.detach().clone() for name, p in model.named_parameters()}
-    factors = {}
-    for row in optimizer.describe().rows:
-        if row.k:  # the columns of a layer's inputs, and one for its bias
-            state, dims = optimizer.state[model.get_parameter(row.name)], (row.shape[1] + 1, row.shape[0])
-            k, c = (bind(parse(text), dim) for text, dim in zip((row.k, row.c), dims, strict=True))
-            factors[row.name] = (k, state["K"], c, state["C"])
+    factors = {row.name: optimizer.factors(row.name) for row in optimizer.describe().rows if row.k}
 
     def draw():
         weights = dict(mean)
-        for name, (k, k_entries, c, c_entries) in factors.items():
-            drawn = c.apply(c_entries, k.apply(k_entries, torch.randn(k.dim, c.dim)).mT) * width
+        for name, (k, c, _) in factors.items():  # the last column of a layer's matrix is its bias
+            drawn = c.apply(k.apply(torch.randn(k.structure.dim, c.structure.dim)).mT) * width
             bias = name.replace("weight", "bias")
             weights |= {name: mean[name] + drawn[:, :-1], bias: mean[bias] + drawn[:, -1]}
         return weights

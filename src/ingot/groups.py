@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ingot.model import named_parameters
+from ingot.naming import suggestion
 from ingot.scalars import number, where
 from ingot.structures import Factory, resolve
 
@@ -34,7 +35,8 @@ def trained_groups(model: nn.Module, params: Params | None) -> list[Group]:
     if isinstance(params, set):
         raise TypeError("params must be ordered, and a set is not: give a list")
     if isinstance(params, str | Tensor | Mapping) or not isinstance(params, Iterable):
-        raise TypeError(f"params must be a list of parameters, names of them or groups; got {params!r}")
+        rate = ": to set the learning rate, write lr=" if isinstance(params, float) else "; got "
+        raise TypeError(f"params must be a list of parameters, names of them or groups{rate}{params!r}")
     given = list(params)
     groups = [dict(g) for g in given if isinstance(g, Mapping)]
     if any("params" not in group for group in groups):
@@ -99,11 +101,16 @@ def check_adamw(settings: Any, defaults: Group) -> Group:
     """The settings of AdamW's groups as a dict of their own, if they make sense."""
     if not isinstance(settings, Mapping):
         raise TypeError(f"adamw must be a dict of settings such as {{'lr': 1e-3}}; got {settings!r}")
-    if "params" in settings:
-        raise ValueError("'params' is no setting of AdamW's groups: it gets what has no factors")
+    others = [name for name in settings if name not in _OF_ADAMW]
+    if others:  # settings of the layers would be taken, and change nothing
+        raise ValueError(
+            f"adamw has no settings but {', '.join(_OF_ADAMW)}; got {', '.join(map(repr, others))}"
+        )
     check_group(defaults | dict(settings))
     return dict(settings)
 
+
+_OF_ADAMW = ("lr", "betas", "eps", "weight_decay")
 
 AUTO = "auto"
 """In the place of a structure: the best one that fits into the memory budget."""
@@ -114,7 +121,7 @@ def structure_pair(structure: Any) -> tuple[Factory | None, Factory | None]:
     if not isinstance(structure, tuple | list):
         structure = structure, structure
     if len(structure) != 2:
-        raise ValueError(f"structure is one for both factors or a pair for K and C, got {structure!r}")
+        raise ValueError(f"structure is one for both factors or a pair for K and C; got {structure!r}")
     k, c = (None if isinstance(s, str) and s == AUTO else resolve(s) for s in structure)
     return k, c
 
@@ -225,4 +232,5 @@ def check_group(group: Group, others: Container[str] = ()) -> None:
     structure_pair(group["structure"])
     for name in group:
         if name not in _CHECKS and name not in _ALLOWED and name not in others:
-            raise ValueError(f"{name!r} is no setting of a parameter group; these are: {', '.join(_CHECKS)}")
+            near = suggestion(str(name), [*_CHECKS, "structure"])
+            raise ValueError(f"{name!r} is no setting of a parameter group{near}")

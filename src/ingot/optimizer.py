@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from ingot import budget, checkpoints, health
 from ingot.budget import BudgetLike, Choice
 from ingot.description import Description, describe
 from ingot.distributed import local, reshard
+from ingot.factors import Factors, factors_of
 from ingot.family import NUMBERS, SIZES, InverseFree, Inverting, Rule
 from ingot.groups import (
     AUTO,
@@ -28,6 +30,7 @@ from ingot.groups import (
 )
 from ingot.model import Layer, find_layers, is_compiled, unwrapped
 from ingot.model_optimizer import preconditionable
+from ingot.naming import names_keywords
 from ingot.precision import computing, keeping, without_autocast
 from ingot.rules import Pair
 from ingot.scaling import loss_scale
@@ -36,16 +39,24 @@ from ingot.structures import Factory, bind, resolve
 
 StructureLike: TypeAlias = str | Factory
 
-PAPER: Mapping[str, Any] = {
-    "precond_warmup": 0,
-    "max_factor_step": None,
-    "relative_damping": False,
-    "factor_start": "identity",
-    "normalize_step": False,
-    "max_relative_step": None,
-    "decoupled_weight_decay": False,
-}
+PAPER: Mapping[str, Any] = MappingProxyType(
+    {
+        "precond_warmup": 0,
+        "max_factor_step": None,
+        "relative_damping": False,
+        "factor_start": "identity",
+        "normalize_step": False,
+        "max_relative_step": None,
+        "decoupled_weight_decay": False,
+    }
+)
 """Keyword values under which every optimizer takes exactly the paper's step: ``SINGD(model, **PAPER)``."""
+
+
+_OF_ADAMW_ALONE = {
+    "betas": "layers have momentum, and what has no factors is set by adamw={'betas': ...}",
+    "eps": "layers have damping, and what has no factors is set by adamw={'eps': ...}",
+}
 
 
 class NaturalGradient(SteppingOptimizer):
@@ -109,6 +120,7 @@ class NaturalGradient(SteppingOptimizer):
     rule: ClassVar[Rule]
     default_structure: ClassVar[str] = "dense"
 
+    @names_keywords(remedies=_OF_ADAMW_ALONE)
     def __init__(
         self,
         model: nn.Module,
@@ -143,6 +155,8 @@ class NaturalGradient(SteppingOptimizer):
         compile: bool = False,
         fisher: str = "empirical",
     ) -> None:
+        if not hasattr(self, "rule"):
+            raise TypeError("NaturalGradient is what all have in common: make SINGD, INGD, IKFAC or KFAC")
         # Every keyword but adamw is the default of a group's setting of the same name.
         defaults = {k: v for k, v in locals().items() if k not in _NOT_SETTINGS}
         if structure is None:
@@ -151,7 +165,7 @@ class NaturalGradient(SteppingOptimizer):
         defaults["eps"] = 1e-8  # no betas: torch's schedulers would drive those of AdamW instead of momentum
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"the first argument is the model itself, got {type(model).__name__}: write "
+                f"the first argument is the model itself; got {type(model).__name__}: write "
                 f"{type(self).__name__}(model), not {type(self).__name__}(model.parameters())"
             )
         if fisher not in ("empirical", "separate"):
@@ -244,6 +258,16 @@ class NaturalGradient(SteppingOptimizer):
     def describe(self) -> Description:
         """A table of which parameter is trained how, by which structures, at what memory; print it."""
         return describe(self, self._watch.model, self._layers)
+
+    def factors(self, layer: nn.Module | Tensor | str) -> Factors:
+        """What a layer's factors are now, as copies, each with its structure; dense on demand.
+
+        Where the state is shared out over processes they are gathered: then all processes must ask.
+
+        Args:
+            layer: The module, its weight, or the name of either as in ``describe`` and ``diagnostics``.
+        """
+        return factors_of(self, layer)
 
     # --- Checkpoints ------------------------------------------------------------------------------------
 

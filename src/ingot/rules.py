@@ -28,6 +28,14 @@ class Factor(NamedTuple):
     structure: Structure
     entries: Tensor
 
+    def apply(self, x: Tensor) -> Tensor:
+        """The product with the columns of X ``[..., dim, n]``, without a dense matrix."""
+        return self.structure.apply(self.entries, x)
+
+    def dense(self) -> Tensor:
+        """All of it, ``[..., dim, dim]``."""
+        return self.structure.dense(self.entries)
+
 
 class Product(NamedTuple):
     """K Kᵀ or C Cᵀ (KFAC: an inverse), as gradients are multiplied with it."""

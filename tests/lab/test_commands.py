@@ -160,6 +160,8 @@ def test_a_task_of_ones_own(tmp_path, monkeypatch):
     refused = invoke(*words, "--size", "tiny", "--out", "out")
     assert refused.exit_code == 2
     assert "size is for recipes" in plain(refused.stderr)
+    without_function = invoke("compare", "users_task", "AdamW")
+    assert "for a function in users_task.py write users_task:function" in plain(without_function.stderr)
 
 
 def test_real_data_is_found_by_the_environment(tmp_path, monkeypatch):

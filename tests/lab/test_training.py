@@ -316,13 +316,17 @@ def test_a_function_may_return_any_dataset():
     assert Trainer(made, choose("AdamW"), 0, Loop(epochs=1, batch_size=4)).train().state == "done"
 
 
+PAIR = (torch.ones(2, 1), torch.ones(2))
+
+
 @pytest.mark.parametrize(
     ("made", "complaint"),
     [
         (3, "must return"),
-        ((1, 2), "must return"),
+        ((1, 2), "returned a tuple of 2: it must return"),
+        ((nn.Linear(1, 1), PAIR, PAIR, "mse"), "the loss is a str, not a function"),
         ((nn.Linear(1, 1), 5, 5, None), "pair of tensors"),
-        ((7, (torch.ones(2, 1), torch.ones(2)), (torch.ones(2, 1), torch.ones(2)), None), "not a module"),
+        ((7, PAIR, PAIR, None), "not a module"),
     ],
 )
 def test_functions_that_return_something_else(made, complaint):

@@ -180,6 +180,26 @@ def test_a_class_is_registered_as_such_or_by_its_name():
     assert family_of(Scaled(2, 2)) is None
     adapter = register(Scaled)(LinearAdapter)
     assert isinstance(family_of(Scaled(2, 2)), adapter)
-    for wrong in ("Linear", 3, nn.Linear(2, 2), int):
+    for wrong in ("Linear", 3, nn.Linear(2, 2), int, LinearAdapter):
         with pytest.raises(TypeError, match="classes of modules, or for their full names"):
             register(wrong)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_class_is_known_by_the_name_under_which_a_library_shows_it():
+    """torch.nn.Linear is defined in torch.nn.modules.linear, and so are others elsewhere."""
+    adapter = register("torch.nn.Linear")(type("Own", (LinearAdapter,), {}))
+    assert type(family_of(nn.Linear(2, 2))) is adapter
+    with pytest.raises(TypeError, match=r"got 'torch\.nn\.functional\.linear'"):
+        register("torch.nn.functional.linear")
+    register("not_installed.Linear")(LinearAdapter)  # which cannot be looked at
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear, LinearAdapter(), 3, lambda module: None])
+def test_what_is_no_adapter_is_not_registered(wrong):
+    before = registered()
+    with pytest.raises(TypeError, match=r"derived from LayerAdapter .* write @register\(MyModule\) above"):
+        register(nn.Linear)(wrong)
+    with pytest.raises(TypeError, match="at least one class"):
+        register()
+    assert registered() == before

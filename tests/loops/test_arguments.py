@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ingot import IKFAC, KFAC, SINGD
+import ingot
+from ingot import IKFAC, KFAC, PAPER, SINGD, NaturalGradient
 from ingot.checkpoints import _KEPT
 from ingot.groups import _CHECKS
 from ingot.structures import Diagonal
@@ -77,7 +78,7 @@ def test_every_setting_has_a_bad_case():
     assert set(BAD) - {"precondition", "betas", "eps"} | set(OTHER) == KEYWORDS
 
 
-@pytest.mark.parametrize(("name", "wanted", "value"), SETTINGS)
+@pytest.mark.parametrize(("name", "wanted", "value"), [s for s in SETTINGS if s[0] != "precondition"])
 def test_bad_settings_of_the_constructor_are_refused(name, wanted, value):
     model = Small()
     keywords = {name: value} if name in KEYWORDS else {"adamw": {name: value}}
@@ -148,23 +149,25 @@ OTHER: dict[str, list[tuple[Any, Any, str]]] = {
         (
             [{"params": "*", "lrate": 1}],
             ValueError,
-            "'lrate' is no setting of a parameter group; these are: lr,",
+            "'lrate' is no setting of a parameter group; there are lr,",
         ),
         ("head.*", WRONG, "params must be .*got 'head"),
         ({"params": "head.*"}, WRONG, "params must be .*got {'params'"),
         (nn.Parameter(torch.ones(2)), WRONG, "params must be"),
         (5, WRONG, "params must be .*got 5"),
+        (1e-3, WRONG, "to set the learning rate, write lr=0.001"),
+        ([{"params": "*", "dampning": 1}], ValueError, "'dampning' is no setting .*did you mean 'damping'"),
         ([{"lr": 0.1}], WRONG, "params"),
         (set(Small().parameters()), TypeError, "ordered"),
         ([{"params": "*"}, nn.Parameter(torch.ones(2))], TypeError, "put the parameters into a group"),
     ],
     "structure": [
         ("dens", ValueError, "'dens' is no structure, did you mean 'dense'"),
-        (("dense",), ValueError, r"a pair for K and C, got \('dense',\)"),
+        (("dense",), ValueError, r"a pair for K and C; got \('dense',\)"),
         ("dense(2)", ValueError, "layer 'embedding'.* cannot fill .* leave the size out"),
         ("block_diagonal(0)", ValueError, "must be at least 1"),
         ("", WRONG, "structure .*''"),
-        ((), WRONG, "a pair for K and C, got"),
+        ((), WRONG, "a pair for K and C; got"),
         (5, TypeError, "a structure is text such as .* got 5"),
         (lambda dim: Diagonal(dim + 1), ValueError, "layer 'embedding'.* was asked for dimension"),
     ],
@@ -178,8 +181,9 @@ OTHER: dict[str, list[tuple[Any, Any, str]]] = {
         ({"betas": (0.9, 1.0)}, ValueError, "betas must be a pair"),
         (5, WRONG, "adamw must be .*got 5"),
         ("fast", WRONG, "adamw must be .*got 'fast'"),
-        ({"params": []}, ValueError, "'params' is no setting"),
-        ({"beta1": 0.9}, ValueError, "'beta1' is no setting of a parameter group; these are: lr,"),
+        ({"params": []}, ValueError, "adamw has no settings but .* got 'params'"),
+        ({"beta1": 0.9}, ValueError, "adamw has no settings but lr, betas, eps, weight_decay; got 'beta1'"),
+        ({"damping": 1.0, "lr": 0.1, "structure": "dense"}, ValueError, "got 'damping', 'structure'"),
     ],
     "fisher": [
         ("exact", ValueError, "fisher must be 'empirical' or 'separate'; got 'exact'"),
@@ -199,8 +203,39 @@ def test_bad_arguments_of_the_constructor_are_refused(name, value, error, messag
 
 
 def test_bad_settings_of_adamw_are_refused_where_it_trains_nothing_yet():
-    with pytest.raises(ValueError, match="'beta1' is no setting"):
+    with pytest.raises(ValueError, match=r"adamw has no settings but .*'beta1'"):
         SINGD(nn.Linear(4, 3), adamw={"beta1": 0.9})
+
+
+@pytest.mark.parametrize("optimizer_class", [SINGD, KFAC])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dampning", "; did you mean 'damping'?"),
+        ("structures", "; did you mean 'structure'?"),
+        ("betas", ": layers have momentum, and what has no factors is set by adamw={'betas': ...}"),
+        ("foreach", "; there are model, params, lr, structure,"),
+    ],
+)
+def test_a_keyword_that_does_not_exist_is_refused_with_what_may_be_meant(optimizer_class, name, message):
+    model = Small()
+    expected = re.escape(f"{optimizer_class.__name__} has no keyword {name!r}{message}")
+    with pytest.raises(TypeError, match=expected):
+        optimizer_class(model, **{name: 1})
+    with pytest.raises(TypeError, match=expected):
+        ingot.plan(model, optimizer=optimizer_class, **{name: 1})
+    assert not hooks(model)
+
+
+def test_what_the_family_has_in_common_is_no_optimizer():
+    with pytest.raises(TypeError, match="make SINGD, INGD, IKFAC or KFAC"):
+        NaturalGradient(Small())
+
+
+def test_the_papers_settings_cannot_be_changed():
+    with pytest.raises(TypeError):
+        PAPER["precond_warmup"] = 5
+    assert SINGD(Small(), **PAPER).param_groups[0]["precond_warmup"] == 0
 
 
 def test_what_others_keep_in_groups_survives_a_checkpoint():

@@ -154,5 +154,10 @@ def test_users_register_their_own():
     assert bind(parse("scalar"), 7) == Scalar(7)
     assert str(bind(parse("two_scalars(3)"), 7)) == "upper(scalar(3),scalar(4))"
     assert bind(parse("upper(two_scalars(1,3),diagonal)"), 7).numel == 1 + 2 + 1 + 3 * 4 + 4
-    with pytest.raises(ValueError, match="lower-case"):
-        register("No Name")
+    for wrong in ("No Name", two_scalars):  # the latter by @register without a name
+        with pytest.raises(ValueError, match=r"lower-case .* as in @register\('my_blocks'\)"):
+            register(wrong)
+    for wrong in (3, lambda: Scalar(1)):
+        with pytest.raises(TypeError, match="a function of the dimension"):
+            register("nothing")(wrong)
+    assert "nothing" not in registered()

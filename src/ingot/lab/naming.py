@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import TypeVar
+
+from ingot.naming import suggestion
+
+__all__ = ["find", "suggestion"]
 
 T = TypeVar("T")
 
@@ -15,12 +18,3 @@ def find(name: str, known: Mapping[str, T], what: str) -> T:
     if name.lower() not in by_lower:
         raise ValueError(f"there is no {what} {name!r}{suggestion(name, known)}")
     return by_lower[name.lower()]
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """What may have been meant, as the end of a sentence; all there is if nothing comes near."""
-    by_lower = {key.lower(): key for key in known}
-    near = [by_lower[key] for key in get_close_matches(name.lower(), by_lower, n=3)]
-    if near:
-        return f"; did you mean {' or '.join(map(repr, near))}?"
-    return f"; there are {', '.join(by_lower.values())}"

@@ -45,15 +45,21 @@ class Curves:
         return found
 
 
-def plot_curves(groups: Sequence[Group], name: str, y_title: str, title: str) -> Figure:
-    """A number against epochs and against seconds: the mean over seeds, in a band from lowest to highest."""
-    figure = Figure(figsize=(10, 4.8), layout="constrained")
-    by_epoch, by_second = figure.subplots(1, 2, sharey=True)
+AXES = {"epochs": "epochs", "seconds": "seconds of training (evaluation not counted)"}
+"""What curves are drawn against."""
+
+
+def plot_curves(
+    groups: Sequence[Group], name: str, y_title: str, title: str, against: Sequence[str] = tuple(AXES)
+) -> Figure:
+    """A number against epochs and seconds: the mean over seeds, in a band from lowest to highest."""
+    figure = Figure(figsize=(10 if len(against) > 1 else 7.5, 4.8), layout="constrained")
+    panels = dict(zip(against, figure.subplots(1, len(against), sharey=True, squeeze=False)[0], strict=True))
     lowest, highest = np.inf, 0.0
     for index, group in enumerate(groups):
         curves = Curves(group, name)
         style = "--" if is_baseline(group.label) else "-"
-        for axes, x in ((by_epoch, curves.epochs), (by_second, curves.seconds)):
+        for axes, x in ((panel, getattr(curves, axis)) for axis, panel in panels.items()):
             draw_band(
                 axes, x, curves.mean, curves.values, style=style, color=colour(index), label=group.label
             )
@@ -61,18 +67,19 @@ def plot_curves(groups: Sequence[Group], name: str, y_title: str, title: str) ->
         finite = curves.values[np.isfinite(curves.values) & (curves.values > 0)]
         if finite.size:
             lowest, highest = min(lowest, finite.min()), max(highest, finite.max())
+    first = panels[against[0]]
+    first.set_ylabel(y_title)
     if np.isfinite(lowest):
-        logarithmic(by_epoch, 0.85 * lowest, 1.05 * highest)
-    by_epoch.set(xlabel="epochs", ylabel=y_title)
-    by_second.set(xlabel="seconds of training (evaluation not counted)")
-    for axes in (by_epoch, by_second):
+        logarithmic(first, 0.85 * lowest, 1.05 * highest)
+    for axis, axes in panels.items():
+        axes.set_xlabel(AXES[axis])
         axes.set_xlim(left=0)
         tidy(axes)
     seeds = max(len(group.runs) for group in groups)
     note = f"mean over {seeds} seeds, band from lowest to highest" if seeds > 1 else "one seed"
     figure.suptitle(f"{title}\n({note})", fontsize=11)
-    handles, labels = by_epoch.get_legend_handles_labels()
-    columns = min(len(labels), 4)
+    handles, labels = first.get_legend_handles_labels()
+    columns = min(len(labels), 4 if len(against) > 1 else 3)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     return figure
 

@@ -26,7 +26,7 @@ def rich_table(
     return table
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A markdown table; all columns but the first are aligned to the right."""
-    rule = ["---", *["---:"] * (len(columns) - 1)]
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> str:
+    """A markdown table; all columns but the first ones are aligned to the right."""
+    rule = ["---"] * left + ["---:"] * (len(columns) - left)
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (columns, rule, *rows))

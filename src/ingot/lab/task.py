@@ -216,15 +216,19 @@ def from_function(name: str, function: Callable[[], Any]) -> Task:
     if isinstance(made, Task):
         return made
     if not isinstance(made, tuple) or len(made) != 4:
+        got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
         raise ValueError(
-            f"{name} returned {type(made).__name__}: it must return an ingot.lab.Task, or a tuple of model, "
-            "training data, test data and loss"
+            f"{name} returned {got}: it must return model, training data, test data and loss, as a tuple of "
+            "four, or an ingot.lab.task.Task"
         )
     model, train, test, loss = made
     train, test = (_dataset(name, given) for given in (train, test))
     is_whole = not torch.as_tensor(train[0][1]).is_floating_point()
+    maker = _maker(name, model)
+    if not callable(loss):
+        raise ValueError(f"{name}: the loss is a {type(loss).__name__}, not a function of outputs and labels")
     objective: Objective = Classification(loss) if is_whole else Regression(loss)
-    return Task(name, _maker(name, model), train, test, objective)
+    return Task(name, maker, train, test, objective)
 
 
 def _maker(name: str, model: Any) -> Callable[[], nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ingot.lab.naming import find
@@ -18,6 +19,8 @@ FORMS = (
 def named_task(name: str, options: Options) -> Task:
     """The task; a ValueError that says what there is if there is none of this name."""
     if ":" not in name:
+        if name not in RECIPES and Path(f"{name}.py").is_file():
+            raise ValueError(f"{name!r} is no recipe: for a function in {name}.py write {name}:function")
         return find(name, RECIPES, "recipe").task(options)
     given = [
         key for key, value in vars(options).items() if value != getattr(Options(), key) and key != "data_dir"

@@ -13,8 +13,9 @@ Kronecker factors follow from that form, with N samples, R places, and g the gra
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -119,30 +120,53 @@ _FAMILIES: dict[str, Family] = {}
 F = TypeVar("F", bound=type[Family])
 
 
-def register(*classes: str | type[nn.Module]) -> Any:
+def register(*classes: str | type[nn.Module]) -> Callable[[F], F]:
     """Make a family of modules known: a decorator for its adapter.
 
     Classes of modules are given as such, or by their names with their packages, such as
-    ``"torch.nn.modules.linear.Linear"``, so that those of other libraries are known without importing these.
+    ``"torch.nn.Linear"``, so that those of other libraries are known without importing these; there, the
+    package is the one in which the class is defined::
+
+        @register(MyLinear)
+        class MyAdapter(LayerAdapter): ...
     """
     names = [_name(cls) for cls in classes]
+    if not names:
+        raise TypeError(f"a family is registered for at least one class of modules: {_USAGE}")
 
     def decorate(family: F) -> F:
+        if not (isinstance(family, type) and issubclass(family, Family)):
+            raise TypeError(
+                f"what is registered is a class derived from LayerAdapter or Family, and {family!r} is none: "
+                f"{_USAGE}"
+            )
         _FAMILIES.update(dict.fromkeys(names, family()))
         return family
 
     return decorate
 
 
+_USAGE = "write @register(MyModule) above the class of its adapter"
+
+
 def _name(cls: Any) -> str:
-    if isinstance(cls, type) and issubclass(cls, nn.Module):
-        return f"{cls.__module__}.{cls.__qualname__}"
-    if not isinstance(cls, str) or "." not in cls:
+    """The full name of a class, by which it is found."""
+    given = cls
+    if isinstance(cls, str) and "." in cls:
+        package, _, name = cls.rpartition(".")
+        cls = getattr(sys.modules.get(package), name, None)  # None: of a library that is not imported
+        if cls is None:
+            return str(given)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(
             "a family is registered for classes of modules, or for their full names such as "
-            f"'torch.nn.modules.linear.Linear'; got {cls!r}"
+            f"'torch.nn.Linear': {_USAGE}; got {given!r}"
         )
-    return cls
+    return _full_name(cls)
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def registered() -> dict[str, Family]:
@@ -153,7 +177,7 @@ def registered() -> dict[str, Family]:
 def family_of(module: nn.Module) -> Family | None:
     """The family of a module's class or of the nearest base class that has one and whose forward it kept."""
     for cls in type(module).__mro__:
-        family = _FAMILIES.get(f"{cls.__module__}.{cls.__qualname__}")
+        family = _FAMILIES.get(_full_name(cls))
         if family is not None:
             # A subclass with a forward of its own may compute anything.
             return family if type(module).forward is cls.__dict__.get("forward") else None

@@ -27,7 +27,7 @@ class BlockDiagonal(Structure):
 
     def __post_init__(self) -> None:
         if self.block < 1:
-            raise ValueError(f"a block-diagonal structure needs blocks of at least 1 row, got {self.block}")
+            raise ValueError(f"a block-diagonal structure needs blocks of at least 1 row; got {self.block}")
         object.__setattr__(self, "block", min(self.block, self.dim))
 
     @property

@@ -29,10 +29,17 @@ def register(name: str) -> Callable[[B], B]:
 
     From then on ``structure="two_blocks(16)"`` works everywhere.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise ValueError(f"a structure's name is lower-case letters, digits and underscores, got {name!r}")
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ValueError(
+            "a structure's name is lower-case letters, digits and underscores, as in @register('my_blocks'); "
+            f"got {name!r}"
+        )
 
     def decorate(builder: B) -> B:
+        if not callable(builder) or not inspect.signature(builder).parameters:
+            raise TypeError(
+                f"{name!r} is to be a class of structures, or a function of the dimension; got {builder!r}"
+            )
         _BUILDERS[name] = builder
         if isinstance(builder, type) and issubclass(builder, Structure):
             builder.name = name
@@ -84,10 +91,10 @@ def parse(text: str) -> Named:
     try:
         spec, following = _read(words, next(words, ""))
         if following:
-            raise _SyntaxError(f"{following!r} comes after its end")
+            raise _SyntaxError(f"{following!r} comes after its end.")
     except _SyntaxError as error:
         possible = ", ".join(_usage(name) for name in sorted(_BUILDERS))
-        raise ValueError(f"cannot read the structure {text!r}: {error}. Possible: {possible}.") from None
+        raise ValueError(f"cannot read the structure {text!r}: {error} Possible: {possible}.") from None
     return spec
 
 
@@ -104,7 +111,7 @@ def _read(words: Iterator[str], name: str) -> tuple[Named, str]:
     """A structure whose name was just read, and the word after it."""
     if name not in _BUILDERS:
         near = get_close_matches(name, _BUILDERS, n=1)
-        raise _SyntaxError(f"{name!r} is no structure" + (f", did you mean {near[0]!r}?" if near else ""))
+        raise _SyntaxError(f"{name!r} is no structure" + (f", did you mean {near[0]!r}?" if near else "."))
     following = next(words, "")
     if following != "(":
         return _named(name, []), following
@@ -118,7 +125,9 @@ def _read(words: Iterator[str], name: str) -> tuple[Named, str]:
             argument, following = _read(words, word)
             arguments.append(argument)
         if following not in (",", ")"):
-            raise _SyntaxError(f"expected ',' or ')' after {arguments[-1]}, found {following or 'the end'!r}")
+            raise _SyntaxError(
+                f"expected ',' or ')' after {arguments[-1]}, found {following or 'the end'!r}."
+            )
     return _named(name, arguments), next(words, "")
 
 
@@ -130,14 +139,14 @@ def _named(name: str, arguments: list[int | Named]) -> Named:
     if len(arguments) == len(parameters) + 1 and isinstance(arguments[-1], int):
         size = arguments.pop()
     if not required <= len(arguments) <= len(parameters):
-        raise _SyntaxError(f"{name!r} is written {_usage(name)}")
+        raise _SyntaxError(f"{name!r} is written {_usage(name)}.")
     for argument, parameter in zip(arguments, parameters, strict=False):
         wants_structure = "Factory" in str(parameter.annotation)
         if wants_structure != isinstance(argument, Named):
             kind = "a structure" if wants_structure else "a number"
-            raise _SyntaxError(f"{name!r} is written {_usage(name)}, and {parameter.name!r} is {kind}")
+            raise _SyntaxError(f"{name!r} is written {_usage(name)}, and {parameter.name!r} is {kind}.")
         if argument == 0:
-            raise _SyntaxError(f"{parameter.name!r} of {name!r} must be at least 1")
+            raise _SyntaxError(f"{parameter.name!r} of {name!r} must be at least 1.")
     parts = [argument.size for argument in arguments if isinstance(argument, Named)]
     if parts and all(part is not None for part in parts):
         size = sum(part for part in parts if part is not None)
@@ -152,7 +161,7 @@ def resolve(structure: str | Factory) -> Factory:
         return structure
     raise TypeError(
         f"a structure is text such as 'block_diagonal(30)' or a function of the dimension such as "
-        f"ingot.structures.Diagonal, got {structure!r}"
+        f"ingot.structures.Diagonal; got {structure!r}"
     )
 
 

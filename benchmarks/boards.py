@@ -1,0 +1,89 @@
+"""Tables of what `ingot evaluate` found, for README and docs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import inf, isfinite
+
+from benchmarks.headline import MAIN, NAMES, tasks_in_order
+from benchmarks.stored import Boards
+from ingot.lab.scoreboard import REFERENCE, Standing, verdict
+from ingot.lab.tables import markdown_table
+
+Board = Mapping[str, Mapping[str, Standing]]
+
+
+def loss(one: Standing | None, digits: int = 3) -> str:
+    """A loss with its standard error."""
+    if one is None:
+        return "–"
+    if not isfinite(one.loss):
+        return "diverged"
+    return f"{one.loss:.{digits}f}" + (f" ± {one.loss_error:.{digits}f}" if isfinite(one.loss_error) else "")
+
+
+def losses_and_errors(board: Board) -> str:
+    """All optimizers on all tasks: losses with standard errors, and how many classes are wrong."""
+    labels = list(dict.fromkeys(label for of in board.values() for label in of))
+    rows = []
+    for task, of in board.items():
+        cells = [loss(of.get(label), _digits([of])) + _error(of.get(label)) for label in labels]
+        rows.append((f"`{task}`", *cells))
+    return markdown_table(("task", *labels), rows)
+
+
+def _digits(phases: Iterable[Mapping[str, Standing]]) -> int:
+    """Decimals that tell the optimizers of a task apart."""
+    return 4 if any(of[REFERENCE].loss < 0.1 for of in phases if REFERENCE in of) else 3
+
+
+def _error(one: Standing | None) -> str:
+    # A regression's error is its loss.
+    return "" if one is None or one.error == one.loss or not isfinite(one.error) else f" ({one.error:.1f} %)"
+
+
+def results(boards: Boards) -> str:
+    """The README's table: the library's default optimizer beside the reference, phase by phase."""
+    shown = {phase: board for phase, board in boards.items() if tasks_in_order(board)}
+    tasks = list(dict.fromkeys(task for board in shown.values() for task in tasks_in_order(board)))
+    columns, rows = ["test loss"], [[NAMES.get(task, task)] for task in tasks]
+    last, means = ["ahead of AdamW"], ["geometric mean"]
+    for phase, board in shown.items():
+        named = "" if phase == "defaults" else f", {phase}"
+        columns += [f"{REFERENCE}{named}", f"{MAIN}{named}"]
+        for task, row in zip(tasks, rows, strict=True):
+            digits = _digits(other.get(task, {}) for other in shown.values())
+            row += _pair(board.get(task, {}), digits)
+        found = verdict(board, MAIN, REFERENCE)
+        last += ["", f"{len(found.ahead)} of {len(found.tasks)}"]
+        means += ["1", f"{found.loss_ratio:.2f}" if found.loss_ratio < inf else "diverged"]
+    return markdown_table(columns, [*rows, means, last])
+
+
+def _pair(of: Mapping[str, Standing], digits: int) -> list[str]:
+    """The reference and the other, with the lower one in bold."""
+    if not {MAIN, REFERENCE} <= of.keys():
+        return ["–", "–"]
+    cells = [loss(of[label], digits) for label in (REFERENCE, MAIN)]
+    ahead = int(of[MAIN].loss < of[REFERENCE].loss)
+    cells[ahead] = f"**{cells[ahead]}**"
+    return cells
+
+
+def summary(boards: Boards) -> str:
+    """What the default settings come to, in a sentence."""
+    found = verdict(boards["defaults"], MAIN, REFERENCE)
+    way = f"It does not come to {REFERENCE}'s best loss everywhere"
+    if found.steps < inf:
+        shares = f"{found.steps:.2f} of the steps and {found.seconds:.2f} of the time"
+        way = f"To {REFERENCE}'s best loss it takes {shares}"
+    text = (
+        f"With default settings {MAIN} is ahead of {REFERENCE} in test loss on {len(found.ahead)} of "
+        f"{len(found.tasks)} tasks. {way} (geometric means)."
+    )
+    if "tuned" in boards:
+        tuned = verdict(boards["tuned"], MAIN, REFERENCE)
+        text += f" With both tuned it is ahead on {len(tuned.ahead)} of {len(tuned.tasks)}"
+        behind = [NAMES.get(task, task) for task in tuned.tasks if task not in tuned.ahead]
+        text += f", and behind on {len(behind)} ({'; '.join(behind)})." if behind else "."
+    return text
