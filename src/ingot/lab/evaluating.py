@@ -98,10 +98,9 @@ def evaluate_in_time(
 ) -> dict[str, list[Group]]:
     """Each optimizer but the reference in so many steps as it takes in the reference's time."""
     works: list[Work] = []
+    by_label = {chosen.label: chosen for chosen in evaluation.chosen}
     for task, (reference, *others) in defaults.items():
-        chosen_by_label = {chosen.label: chosen for chosen in evaluation.chosen}
-        for group in others:
-            chosen = chosen_by_label[group.label]
+        for group, chosen in ((group, by_label[group.label]) for group in others if group.label in by_label):
             share = min(1.0, reference.seconds_per_step / group.seconds_per_step)
             epochs = max(0.001, round(share * _epochs(task, evaluation.data_dir), 3))
             works += _works(evaluation, "in_time", task, chosen, 0, epochs)

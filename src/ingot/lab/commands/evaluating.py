@@ -58,15 +58,16 @@ def evaluate(
     trials: Annotated[
         int, typer.Option(min=0, help="Also compare the best settings of so many random trials of each.")
     ] = 0,
-    tune: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Which of the optimizers to tune beside AdamW, once for each.", show_default="all of them"
-        ),
-    ] = None,
     in_time: Annotated[
         bool, typer.Option("--in-time", help="Also compare at AdamW's time instead of its steps.")
     ] = False,
+    focus: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Which of the optimizers --trials and --in-time are for, once for each.",
+            show_default="all of them",
+        ),
+    ] = None,
     jobs: Jobs = 1,
     precision: Precision = None,
     data_dir: DataDir = None,
@@ -76,7 +77,7 @@ def evaluate(
 
     Examples: ingot evaluate --seeds 3 --jobs 2
 
-    ingot evaluate digits fashion_cnn -o SINGD -o 'SINGD lr=3e-3' -o control --trials 16 --tune SINGD
+    ingot evaluate digits fashion_cnn -o SINGD -o 'SINGD lr=3e-3' -o control --trials 16 --focus SINGD
     """
     from ingot.lab import scoreboard
     from ingot.lab.evaluating import Evaluation, evaluate_defaults, evaluate_in_time, evaluate_tuned
@@ -86,17 +87,17 @@ def evaluate(
         folder, names = _suite(tasks, data_dir)
         make_directory(out)
         evaluation = Evaluation(names, _beside(optimizers, BESIDE), seeds, out, folder, precision, jobs)
-        tuned = replace(evaluation, optimizers=_beside(_among(tune, evaluation), evaluation.optimizers))
+        focused = replace(evaluation, optimizers=_beside(_among(focus, evaluation), evaluation.optimizers))
         defaults = evaluate_defaults(evaluation, console)
         boards = {"defaults": defaults}
         if in_time:
-            matched = evaluate_in_time(evaluation, defaults, console)
+            matched = evaluate_in_time(focused, defaults, console)
             boards[f"in {REFERENCE}'s time"] = {
                 task: [defaults[task][0], *groups] for task, groups in matched.items()
             }
         searches: dict[str, Any] = {}
         if trials:
-            boards["tuned"], searches = evaluate_tuned(tuned, trials, console)
+            boards["tuned"], searches = evaluate_tuned(focused, trials, console)
         found = {name: scoreboard.standings(board) for name, board in boards.items()}
         lines = []
         for name, standings in found.items():
@@ -163,14 +164,15 @@ def _beside(optimizers: Sequence[str] | None, by_default: Sequence[str]) -> list
     return [REFERENCE, *(text for text in optimizers or by_default if text != REFERENCE)]
 
 
-def _among(tune: Sequence[str] | None, evaluation: Evaluation) -> Sequence[str] | None:
-    for text in tune or ():
+def _among(focus: Sequence[str] | None, evaluation: Evaluation) -> Sequence[str] | None:
+    """What is in focus, if it is among the optimizers."""
+    for text in focus or ():
         if text not in evaluation.optimizers:
             known = ", ".join(map(repr, evaluation.optimizers))
             raise ValueError(
-                f"--tune {text!r} is none of the optimizers, which are {known}: name it by -o, too"
+                f"--focus {text!r} is none of the optimizers, which are {known}: name it by -o, too"
             )
-    return tune
+    return focus
 
 
 def _suite(tasks: list[str] | None, data_dir: Path | None) -> tuple[Path | None, list[str]]:
