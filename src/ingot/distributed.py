@@ -1,9 +1,10 @@
 """Several processes: what they tell each other, and which part of a sharded tensor each of them has.
 
-All that is sent is sent from here; the rest of the library sees local tensors. Two arrangements are known:
-replicas of a model (DistributedDataParallel), where every process has all, and parameters that are shared out
-by their first dimension (``fully_shard``), where each has some rows of every weight and a part of every
-factor.
+All that is sent is sent from here; the rest of the library sees local tensors. Three arrangements are known:
+replicas of a model (DistributedDataParallel), where every process has all; parameters that are shared out
+(``fully_shard``), where each has some rows of every weight and a part of every factor; and layers whose
+inputs and outputs are shared out as well (tensor parallelism), so that each process has some of the features
+of all samples. For statistics, these become some of the samples with all features.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ Group: TypeAlias = Any  # dist.ProcessGroup, which is not there on every platfor
 
 
 class Processes(NamedTuple):
-    """Those that train one model together, as the groups to sum over one after the other."""
+    """Those that train one model together, as the groups to sum over one after the other.
+
+    Gradients are means over ``averaged`` of them, each of which has samples of its own.
+    """
 
     groups: tuple[Group, ...]
-    size: int
+    averaged: int
 
     def sum_(self, flat: Tensor) -> list[Any]:
         """Begin to sum a tensor over all processes, in its place; returns what is to be waited for."""
@@ -109,6 +113,30 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def settle_gradients(params: Iterable[Tensor]) -> None:
+    """Let gradients be shared out as their parameters are.
+
+    What is whole in all processes that have different samples, or places of them, gets a gradient that is
+    the sum of what these have.
+    """
+    for p in params:
+        if is_distributed(p.grad) and p.grad.placements != p.placements:  # type: ignore[union-attr, attr-defined]
+            p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[union-attr, attr-defined]
+
+
+def by_samples(tensor: Tensor) -> Tensor:
+    """All features of some samples: this process's part of what all have, or have some features of.
+
+    Features that are shared out are exchanged for samples, each process sending what others need alone.
+    """
+    from torch.distributed.tensor import Shard as AlongDimension
+
+    if not is_distributed(tensor):
+        return tensor
+    several = tensor if tensor.ndim > 1 else tensor.unsqueeze(0)  # a single sample is the first one's
+    return local(several.redistribute(placements=[AlongDimension(0)]))  # type: ignore[attr-defined]
+
+
 def place_of(p: Tensor) -> int:
     """A number for this process's part of a parameter, the same where processes have the same part."""
     found = 0
@@ -142,16 +170,20 @@ def _sharded_modules(model: nn.Module) -> Iterable[Any]:
 
 @dataclass(frozen=True)
 class Shard:
-    """How a parameter is shared out: by its first dimension, along one dimension of a mesh of processes."""
+    """How a parameter is shared out: by one of its dimensions, along one dimension of a mesh of processes.
+
+    What is said of rows is said of that dimension.
+    """
 
     mesh: Any  # DeviceMesh
     axis: int | None  # of the mesh; None where every process has all
-    size: int  # of the parameter's first dimension
+    size: int  # of the parameter's dimension
+    dim: int = 0  # which it is
 
     @cached_property
-    def processes(self) -> Processes:
+    def groups(self) -> tuple[Group, ...]:
         """All of the mesh."""
-        return Processes(tuple(self.mesh.get_all_groups()), self.mesh.size())
+        return tuple(self.mesh.get_all_groups())
 
     @cached_property
     def group(self) -> Group:
@@ -202,7 +234,8 @@ class Shard:
         from torch.distributed.tensor import DTensor
 
         mesh, places = p.device_mesh, p.placements  # type: ignore[attr-defined]
-        part = whole_tensor[self.start : self.stop].clone(memory_format=torch.contiguous_format)
+        part = whole_tensor.narrow(self.dim, self.start, self.stop - self.start) if p.ndim else whole_tensor
+        part = part.clone(memory_format=torch.contiguous_format)
         shape, stride = whole_tensor.shape, whole_tensor.contiguous().stride()
         return DTensor.from_local(part, mesh, places, run_check=False, shape=shape, stride=stride)
 
@@ -301,11 +334,11 @@ def _parts(size: int, count: int) -> list[int]:
 
 
 def refusal(p: Tensor, name: str) -> str:
-    """What is said of a parameter that is shared out in a way that is not known, as by tensor parallelism."""
+    """What is said of a layer's parameter that is shared out in a way that is not known."""
     return (
         f"{name or 'a parameter'} is shared out as {p.placements}, "  # type: ignore[attr-defined]
-        "and not by fully_shard along its first dimension, as layers with factors can be: leave it to AdamW "
-        "by a group with 'precondition': False, or let every process have all of it"
+        "and not along one dimension of the mesh by rows, or by columns of a matrix, as layers with factors "
+        "can be: leave it to AdamW by a group with 'precondition': False, or let every process have all of it"
     )
 
 
@@ -315,7 +348,8 @@ def shard_of(p: Tensor, name: str = "") -> Shard | None:
         return None
     places = p.placements  # type: ignore[attr-defined]
     axes = [axis for axis, place in enumerate(places) if not place.is_replicate()]
-    known = all(type(places[axis]).__name__ == "Shard" and places[axis].dim == 0 for axis in axes)
-    if len(axes) > 1 or not known:
+    dims = [places[axis].dim for axis in axes if type(places[axis]).__name__ == "Shard"]
+    if len(axes) > 1 or len(dims) < len(axes) or (dims and dims[0] > 0 and p.ndim != 2):
         raise ValueError(refusal(p, name))
-    return Shard(p.device_mesh, axes[0] if axes else None, p.shape[0] if p.ndim else 1)  # type: ignore[attr-defined]
+    dim = dims[0] if dims else 0
+    return Shard(p.device_mesh, axes[0] if axes else None, p.shape[dim] if p.ndim else 1, dim)  # type: ignore[attr-defined]

@@ -18,8 +18,8 @@ class Exchange:
     """The statistics of some layers on their way: sent when they are complete, waited for when needed.
 
     All processes name the same layers; what one of them has not seen counts for nothing there. There is one
-    message for each dtype. Gradients are averaged over processes, so that each process's own are those of the
-    whole loss times the number of processes.
+    message for each dtype. Where gradients are averaged over processes, each process's own are those of the
+    whole loss times the number of these.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Exchange:
             exchange.end()
         power = next((one.power for e in exchanges for one in e._shared if one.power is not None), None)
         for several in zip(*(exchange._shared for exchange in exchanges), strict=True):
-            several[0].put_back(several[1:], self.processes.size, power)
+            several[0].put_back(several[1:], self.processes.averaged, power)
 
 
 class _Shared:

@@ -14,7 +14,7 @@ from ingot import adamw as adamw_steps
 from ingot import budget, checkpoints, health
 from ingot.budget import BudgetLike, Choice
 from ingot.description import Description, describe
-from ingot.distributed import local, reshard
+from ingot.distributed import local, reshard, settle_gradients
 from ingot.family import NUMBERS, SIZES, InverseFree, Inverting, Rule
 from ingot.groups import AUTO, Group, Params, check_adamw, separate_adamw, structure_pair, trained_groups
 from ingot.model import Layer, find_layers, is_compiled, unwrapped
@@ -277,6 +277,7 @@ class NaturalGradient(SteppingOptimizer):
                 loss = closure()
         self._follow_model()
         self._now.has_followed = False
+        settle_gradients(self._group_index)
         if self._is_asked_for_state():
             self._make_state()
             return loss

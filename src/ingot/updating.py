@@ -19,7 +19,6 @@ from ingot.distributed import (
     group_of_ones_own,
     is_distributed,
     is_sharded_model,
-    refusal,
     shard_of,
     tensors_in,
     whole,
@@ -139,7 +138,7 @@ class UpdatingOptimizer(CollectingOptimizer):
         """Layers by the processes that update them together."""
         found: dict[Processes | None, list[Layer]] = {}
         for layer in layers:
-            processes = self._now.replicas if layer.layout is None else layer.layout.shard.processes
+            processes = self._now.replicas if layer.layout is None else layer.layout.processes
             found.setdefault(processes, []).append(layer)
         return found
 
@@ -186,10 +185,8 @@ class UpdatingOptimizer(CollectingOptimizer):
     # --- Factors that are shared out over processes -------------------------------------------------------
 
     def _lay_out(self, layer: Layer) -> Layout | None:
-        # The weights of tensor parallelism look the same, but their modules see parts of the features.
-        if is_distributed(layer.weight) and not is_sharded_model(self._watch.model):
-            raise ValueError(refusal(layer.weight, f"the weight of {layer.name!r}"))
-        return layout_of(layer, self.rule)
+        # The weights of tensor parallelism look the same, but all processes see the same samples.
+        return layout_of(layer, self.rule, averaged=is_sharded_model(self._watch.model))
 
     def _laid_out(self, p: Tensor, key: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or is_distributed(p) == is_distributed(value):
@@ -297,7 +294,7 @@ class UpdatingOptimizer(CollectingOptimizer):
             if layer.layout is not None:
                 shared_out.setdefault(layer.layout.shard.mesh, []).append(layer)
         for layers in shared_out.values():
-            self._exchange(layers, layers[0].layout.shard.processes).put_back([])
+            self._exchange(layers, layers[0].layout.processes).put_back([])
         if self._now.replicas is None or not due or shared_out:
             return
         if not self._now.exchanges:

@@ -80,13 +80,26 @@ def test_state_in_one_place(trained):
 
 @pytest.fixture(scope="module")
 def troubled(tmp_path_factory):
-    return found_by(
-        2, tmp_path_factory.mktemp("troubled"), "messages", "memory", "trouble", "unused", "tensor_parallel"
-    )
+    scenarios = ("messages", "memory", "trouble", "unused", "tensor_parallel", "tensor_parallel loops")
+    return found_by(2, tmp_path_factory.mktemp("troubled"), *scenarios, "tensor_parallel refused")
 
 
-def test_weights_in_other_shards_are_refused_with_the_remedy(troubled):
-    found = troubled["tensor_parallel"]
+def test_tensor_parallel_weights_are_those_of_one_process(troubled):
+    assert len(troubled["tensor_parallel"]) == 5
+    assert {k: v for k, v in troubled["tensor_parallel"].items() if not v <= EXACT} == {}
+
+
+def test_tensor_parallelism_in_real_loops(troubled):
+    found = troubled["tensor_parallel loops"]
+    for way in ("made before", "a sum", "shards of columns", "from one", "to one"):
+        assert found[way] <= EXACT, way
+    assert found["samples"] == 4  # of eight: each process looks at its half
+    assert found["factors"] < 0.52
+    assert found["trouble"] == [True, True, 1.0]
+
+
+def test_weights_along_two_dimensions_are_refused_with_the_remedy(troubled):
+    found = troubled["tensor_parallel refused"]
     assert len(found["refused"]) == 2
     for name, message in zip("02", found["refused"], strict=True):
         assert f"the weight of '{name}' is shared out as" in message
@@ -140,6 +153,14 @@ def test_checkpoints_go_from_shards_to_one_process_and_to_replicas(tmp_path):
 def test_four_processes(tmp_path, scenario):
     found = found_by(4, tmp_path, scenario)[scenario]
     assert len(found) == 32
+    assert {k: v for k, v in found.items() if not v <= EXACT} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_tensor_parallelism_for_all_structures(tmp_path, processes):
+    found = found_by(processes, tmp_path, "tensor_parallel all")["tensor_parallel all"]
+    assert len(found) == 18
     assert {k: v for k, v in found.items() if not v <= EXACT} == {}
 
 

@@ -14,7 +14,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tests.distributed import models
-from tests.distributed.worker import Training, difference
+from tests.distributed.training import Training, difference
 
 STEPS = 6
 
