@@ -10,8 +10,8 @@ of all samples. For statistics, these become some of the samples with all featur
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
@@ -73,25 +73,70 @@ def running_replica() -> Any:
 
 
 def group_of_ones_own(group: Group) -> Group:
-    """Another group of the same processes: what is sent there gets into no order with what is sent here."""
-    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    """Another group of the same processes: what is sent there gets into no order with what is sent here.
+
+    They wait for each other as long as in the first one.
+    """
+    ranks, cpu = dist.get_process_group_ranks(group), torch.device("cpu")
+    device = cpu if cpu in group._device_types else group._device_types[0]
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return dist.new_group(ranks, timeout, use_local_synchronization=True)
+
+
+def all_processes() -> Group:
+    """The group of all there are."""
+    return dist.group.WORLD
+
+
+def last_of(is_one: bool, group: Group, device: torch.device) -> int:
+    """The last of those processes that are something, by its number in the group."""
+    number = torch.tensor(dist.get_rank(group) if is_one else -1, device=device)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+    return int(number)
+
+
+def same_everywhere(
+    states: list[dict[str, Any]], devices: list[torch.device], source: int, group: Group
+) -> list[dict[str, Any]]:
+    """States of parameters on some devices as one process of a group has them, in all of it."""
+    is_here, source = dist.get_rank(group) == source, dist.get_global_rank(group, source)
+    # What is not on a parameter's device is small, and goes with the list of what there is.
+    described = [
+        {k: _Like(v.shape, v.dtype) if _is_on(v, device) else v for k, v in state.items()}
+        for state, device in zip(states, devices, strict=True)
+    ]
+    box = [described]
+    dist.broadcast_object_list(box, source, group, device=devices[0])
+    found: list[dict[str, Any]] = []
+    for state, those, device in zip(states, box[0], devices, strict=True):
+        found.append({})
+        for key, value in those.items():
+            if isinstance(value, _Like):
+                value = (
+                    state[key].contiguous()
+                    if is_here
+                    else torch.empty(value.shape, dtype=value.dtype, device=device)
+                )
+                dist.broadcast(value, source, group)
+            found[-1][key] = value
+    return found
+
+
+class _Like(NamedTuple):
+    """A tensor but for its numbers."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _is_on(value: Any, device: torch.device) -> bool:
+    return isinstance(value, Tensor) and value.device == device
 
 
 def backward_ends(callback: Callable[[], None]) -> None:
     """Have something done at the end of the running backward pass, while gradients are still on their way."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """All tensors of a model's output, whatever it is made of."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from (tensor for value in output.values() for tensor in tensors_in(value))
-    elif isinstance(output, list | tuple):
-        yield from (tensor for value in output for tensor in tensors_in(value))
-    elif is_dataclass(output) and not isinstance(output, type):
-        yield from (tensor for field in fields(output) for tensor in tensors_in(getattr(output, field.name)))
 
 
 # --- Shards -----------------------------------------------------------------------------------------------

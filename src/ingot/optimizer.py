@@ -17,12 +17,12 @@ from ingot.description import Description, describe
 from ingot.distributed import local, reshard, settle_gradients
 from ingot.family import NUMBERS, SIZES, InverseFree, Inverting, Rule
 from ingot.groups import AUTO, Group, Params, check_adamw, separate_adamw, structure_pair, trained_groups
+from ingot.joining import JoiningOptimizer
 from ingot.model import Layer, find_layers, is_compiled, unwrapped
 from ingot.model_optimizer import preconditionable
 from ingot.precision import computing, keeping, without_autocast
 from ingot.rules import Pair
 from ingot.scaling import loss_scale
-from ingot.stepping import SteppingOptimizer
 from ingot.structures import Factory, bind, resolve
 
 StructureLike: TypeAlias = str | Factory
@@ -39,7 +39,7 @@ PAPER: Mapping[str, Any] = {
 """Keyword values under which every optimizer takes exactly the paper's step: ``SINGD(model, **PAPER)``."""
 
 
-class NaturalGradient(SteppingOptimizer):
+class NaturalGradient(JoiningOptimizer):
     """The family's common optimizer; ``SINGD``, ``INGD``, ``IKFAC`` and ``KFAC`` say which rule it follows.
 
     Linear layers, convolutions, embeddings and attention are preconditioned, weight and bias together as one

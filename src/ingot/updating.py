@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from math import prod
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch import Tensor
 from ingot import stability
 from ingot.collecting import CollectingOptimizer
 from ingot.distributed import (
+    Group,
     Processes,
     backward_ends,
     group_of_ones_own,
     is_distributed,
     is_sharded_model,
     shard_of,
-    tensors_in,
     whole,
 )
 from ingot.exchange import Exchange, Work, shared_work
@@ -134,7 +135,7 @@ class UpdatingOptimizer(CollectingOptimizer):
 
     # --- Work that is shared out over processes -----------------------------------------------------------
 
-    def _by_processes(self, layers: Iterable[Layer]) -> dict[Processes | None, list[Layer]]:
+    def _by_processes(self, layers: list[Layer]) -> dict[Processes | None, list[Layer]]:
         """Layers by the processes that update them together."""
         found: dict[Processes | None, list[Layer]] = {}
         for layer in layers:
@@ -251,9 +252,7 @@ class UpdatingOptimizer(CollectingOptimizer):
 
     def _after_forward(self, replica: Any, output: Any) -> None:
         """Have statistics sent as soon as the backward pass of this forward pass ends, if they are due."""
-        if self._now.replicas is None:
-            own = group_of_ones_own(replica.process_group)
-            self._now.replicas = Processes((own,), own.size())
+        self._know_replicas(replica.process_group)
         if self._fisher == "separate" or not replica.require_backward_grad_sync or not self._due_layers():
             return
         optimizer = weakref.ref(self)
@@ -265,9 +264,15 @@ class UpdatingOptimizer(CollectingOptimizer):
                 this._now.last_sent = current
                 backward_ends(this._send_statistics)
 
-        for tensor in tensors_in(output):
+        for tensor in _tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(begins)
+
+    def _know_replicas(self, group: Group) -> None:
+        """Let replicas have a group for the statistics, if they have none yet; all of them must call this."""
+        if self._now.replicas is None:
+            own = group_of_ones_own(group)
+            self._now.replicas, self._now.replica_group = Processes((own,), own.size()), group
 
     def _due_layers(self) -> list[Layer]:
         """The layers whose statistics the coming step wants, seen or not: the same in each process."""
@@ -309,6 +314,18 @@ class UpdatingOptimizer(CollectingOptimizer):
 
 _LIKE_PARAMETERS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 """The state's keys for what has a parameter's shape."""
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    """All tensors of a model's output, whatever it is made of."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from (tensor for value in output.values() for tensor in _tensors_in(value))
+    elif isinstance(output, list | tuple):
+        yield from (tensor for value in output for tensor in _tensors_in(value))
+    elif is_dataclass(output) and not isinstance(output, type):
+        yield from (tensor for field in fields(output) for tensor in _tensors_in(getattr(output, field.name)))
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

@@ -80,7 +80,15 @@ def test_state_in_one_place(trained):
 
 @pytest.fixture(scope="module")
 def troubled(tmp_path_factory):
-    scenarios = ("messages", "memory", "trouble", "unused", "tensor_parallel", "tensor_parallel loops")
+    scenarios = (
+        "messages",
+        "memory",
+        "trouble",
+        "unused",
+        "joined",
+        "tensor_parallel",
+        "tensor_parallel loops",
+    )
     return found_by(2, tmp_path_factory.mktemp("troubled"), *scenarios, "tensor_parallel refused")
 
 
@@ -132,6 +140,22 @@ def test_memory_falls_with_the_number_of_processes(troubled):
 def test_bad_numbers_in_one_process_are_refused_by_all(troubled):
     assert len(troubled["trouble"]) == 4
     assert all(found == [True, True] for found in troubled["trouble"].values()), troubled["trouble"]
+
+
+def test_processes_with_different_numbers_of_batches(troubled):
+    found = troubled["joined"]
+    for way in ("a mean of all", "a mean of those that go on"):
+        difference, weights_are_equal, states_are_equal = found[way]
+        assert difference <= EXACT, way
+        assert weights_are_equal
+        assert states_are_equal
+    unknown, unknown_again, order, separate = found["refused"]
+    assert unknown == unknown_again
+    for message in (unknown, order):
+        assert "Join([model, optimizer])" in message
+    assert "fisher='empirical'" in separate
+    own, others = found["timeouts"]
+    assert own == others == "0:05:00"
 
 
 def test_a_layer_that_one_process_uses(troubled):

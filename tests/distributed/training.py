@@ -100,7 +100,12 @@ def difference(a, b):
 
 def are_equal_everywhere(training):
     """Whether all processes have the same weights, bit by bit."""
-    flat = torch.cat([w.double().flatten() for w in training.weights().values()])
+    return is_same_everywhere(training.weights().values())
+
+
+def is_same_everywhere(tensors):
+    """Whether all processes have the same tensors, bit by bit."""
+    flat = torch.cat([tensor.double().flatten() for tensor in tensors])
     others = [torch.empty_like(flat) for _ in range(world())]
     dist.all_gather(others, flat)
     return all(torch.equal(flat, other) for other in others)

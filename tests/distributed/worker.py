@@ -6,11 +6,13 @@
 import contextlib
 import json
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,7 +26,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 import ingot
 from ingot.lab.torchvision_ops import make_torchvision_importable
 from tests.distributed import models, tensor_parallel
-from tests.distributed.training import Training, are_equal_everywhere, counted, difference, rank, world
+from tests.distributed.training import (
+    Training,
+    are_equal_everywhere,
+    counted,
+    difference,
+    is_same_everywhere,
+    rank,
+    world,
+)
 
 STRUCTURES = (
     "dense",
@@ -289,6 +299,70 @@ def unused():
     return {"equal": are_equal_everywhere(training), "updates": updates}
 
 
+def joined():
+    """Processes with different numbers of batches, the first one with the fewest, and what they have then."""
+    found = {}
+    for is_mean_of_all in (True, False):
+        # Those that are done do no work, whether there is a division of it or not.
+        training, one = Training("cnn", "ddp", share_work=is_mean_of_all), Training("cnn", "one")
+        weight = 1 / world() if is_mean_of_all else 1.0
+        first = 0
+        for batches in (5, 0, 9):  # of the first process; the others have nine
+            with Join([training.called, training.optimizer], divide_by_initial_world_size=is_mean_of_all):
+                for index in range(first, first + (batches if rank() == 0 else 9)):
+                    _step_in_parts(training, index)
+            for index in range(first, first + 9):
+                one.optimizer.zero_grad()
+                x, y = models.batch("cnn", index)
+                if index - first < batches:
+                    one.loss(x, y).backward()
+                else:
+                    one.loss(x[len(x) // 2 :], y[len(y) // 2 :], weight).backward()
+                one.optimizer.step()
+            first += 9
+        way = "a mean of all" if is_mean_of_all else "a mean of those that go on"
+        states = [torch.as_tensor(v).double() for s in training.optimizer.state.values() for v in s.values()]
+        equal = are_equal_everywhere(training), is_same_everywhere(states)
+        found[way] = [difference(training, one), *equal]
+    found["refused"] = _refused_joins()
+    own, others = training.optimizer._now.replicas.groups[0], dist.group.WORLD
+    found["timeouts"] = [str(g._get_backend(torch.device("cpu")).options._timeout) for g in (own, others)]
+    return found
+
+
+def _step_in_parts(training, index):
+    """A step of two micro-batches, whose gradients are sent together."""
+    x, y = training.mine(*models.batch("cnn", index))
+    training.optimizer.zero_grad()
+    with training.called.no_sync():
+        training.loss(x[:1], y[:1], 1 / len(x)).backward()
+    training.loss(x[1:], y[1:], 1 - 1 / len(x)).backward()
+    training.optimizer.step()
+
+
+def _refused_joins():
+    """What is said where Join does not know enough."""
+    training = Training("cnn", "ddp")
+    again = Training("cnn", "ddp")
+    with Join([again.called, again.optimizer]):
+        again.step(0)
+    separate = Training("cnn", "ddp", fisher="separate")
+    ways = (
+        (training, [training.called]),
+        (again, [again.called]),
+        (training, [training.optimizer, training.called]),
+        (separate, [separate.called, separate.optimizer]),
+    )
+    found = []
+    for which, several in ways:
+        try:
+            with Join(several):
+                which.step(1)
+        except (RuntimeError, ValueError) as error:
+            found.append(str(error))
+    return found
+
+
 def saved(folder, kind, steps):
     """Train, and save with torch.distributed.checkpoint."""
     training = Training("attention", kind, structure="block_diagonal(4)").run(int(steps))
@@ -361,6 +435,7 @@ for scenario in (
     hybrid,
     trouble,
     unused,
+    joined,
 ):
     SCENARIOS[scenario.__name__] = scenario
 SCENARIOS |= {
@@ -379,7 +454,7 @@ def main():
     torch.set_num_threads(1)
     make_torchvision_importable()
     if torch.distributed.is_torchelastic_launched():
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     results, *scenarios = sys.argv[1:]
     found = {}
     for text in scenarios:
