@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ingot.distributed import Group, Processes, all_processes, last_of, same_everywhere
+from ingot.dividing import DividingOptimizer
 from ingot.model import Layer
-from ingot.stepping import SteppingOptimizer
 
 
 class JoinHook:
@@ -32,7 +32,7 @@ class JoinHook:
         self._optimizer._take_state_of_the_last(is_last_joiner)
 
 
-class JoiningOptimizer(SteppingOptimizer):
+class JoiningOptimizer(DividingOptimizer):
     """What torch's ``Joinable`` has, and what Join needs to be told."""
 
     @property

@@ -78,8 +78,9 @@ class NaturalGradient(JoiningOptimizer):
             their places), others at each update; None takes all.
         statistics_dtype: The dtype that statistics are sent in where several processes train the model, such
             as ``torch.bfloat16`` for half the traffic; None sends them as they are.
-        share_work: Whether several processes divide the updates of factors among them, and tell each other
-            what they came to; None lets them where that takes less time, as for large dense factors.
+        share_work: Whether several processes divide the updates of factors among them, and replicas the
+            natural gradients as well, and tell each other what these came to; None lets them where that takes
+            less time, as for large dense factors.
         precond_warmup: For so many first steps the factors are updated every time, and β₁ starts high.
         max_factor_step: Bound on β₁ times the spectral norm of a factor's direction, or None.
         relative_damping: Whether ``damping`` is in units of the mean traces of U and G.

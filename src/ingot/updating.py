@@ -24,7 +24,7 @@ from ingot.distributed import (
     shard_of,
     whole,
 )
-from ingot.exchange import Exchange, Work, shared_work
+from ingot.exchange import Exchange, Work, shared_work, told
 from ingot.family import NORMS, NUMBERS, SIZES, Settings, Statistics
 from ingot.model import Layer
 from ingot.precision import computable, computing
@@ -161,27 +161,13 @@ class UpdatingOptimizer(CollectingOptimizer):
     def _learn_from_others(self, layers: list[Layer], owners: list[int], processes: Processes) -> None:
         """Take over what other processes made of the factors, and tell them what this one did."""
         dtypes = [computing(self.state[layer.weight][self.rule.names[0]].dtype) for layer in layers]
-        for dtype in dict.fromkeys(dtypes):
-            alike = [(at, who) for at, who, its in zip(layers, owners, dtypes, strict=True) if its == dtype]
-            sizes = [0] * processes.workers
-            for layer, owner in alike:
-                sizes[owner] += sum(value.numel() for value in self._told(layer).values())
-            mine = [layer for layer, owner in alike if owner == processes.worker]
-            sent = [value.reshape(-1).to(dtype) for layer in mine for value in self._told(layer).values()]
-            flat = torch.cat(sent) if sent else torch.empty(0, dtype=dtype, device=layers[0].weight.device)
-            received = processes.gather(flat, sizes)
-            for owner, part in enumerate(received):
-                theirs = [layer for layer, its_owner in alike if its_owner == owner]
-                if owner != processes.worker:
-                    self._take_over(theirs, part)
-
-    def _take_over(self, layers: list[Layer], flat: Tensor) -> None:
-        """Keep the updates of these layers that another process made."""
-        told = [self._told(layer) for layer in layers]
-        parts = iter(flat.split([value.numel() for values in told for value in values.values()]))
-        for layer, before in zip(layers, told, strict=True):
-            after = {k: next(parts).view(v.shape).to(v.dtype, copy=True) for k, v in before.items()}
-            self._keep_updated(layer, before, after, self._settings(layer))
+        before = [self._told(layer) for layer in layers]
+        after = told([list(values.values()) for values in before], owners, dtypes, processes)
+        for layer, owner, old, new in zip(layers, owners, before, after, strict=True):
+            if owner != processes.worker:
+                pairs = zip(old.items(), new, strict=True)
+                state = {key: value.to(its.dtype, copy=True) for (key, its), value in pairs}
+                self._keep_updated(layer, old, state, self._settings(layer))
 
     # --- Factors that are shared out over processes -------------------------------------------------------
 

@@ -18,6 +18,7 @@ def trained(tmp_path_factory):
         "float32",
         "loops",
         "work",
+        "division",
         "curvature",
         "short_statistics",
         "sharded_loops",
@@ -43,12 +44,23 @@ def test_batches_in_parts_are_one_batch(trained):
     assert {k: v for k, v in trained["loops"].items() if not v <= EXACT} == {}
 
 
-def test_updates_are_divided(trained):
-    for key, (difference, share, layers, equal) in trained["work"].items():
+def test_updates_and_natural_gradients_are_divided(trained):
+    for key, (difference, (updates, gradients), layers, equal) in trained["work"].items():
         assert difference <= EXACT, key
         assert equal
         assert layers >= 4
-        assert 0.2 < share < 0.8, key
+        assert 0.2 < updates < 0.8, key
+        # In shards, each process has a part of each of them.
+        assert gradients == 0 if key.startswith("fsdp") else 0.2 < gradients < 0.8
+
+
+def test_natural_gradients_are_divided_where_it_pays(trained):
+    sent, kept = trained["division"]["dense None"]
+    assert list(sent) == ["all_gather_into_tensor"]
+    assert sent["all_gather_into_tensor"][0] == 1
+    assert kept == 2  # products of factors are where they are needed
+    for other in ("dense False", "block_diagonal(32) None"):
+        assert trained["division"][other] == [{}, 4]
 
 
 def test_curvature_in_a_pass_of_its_own(trained):

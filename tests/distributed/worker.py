@@ -22,8 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import ingot
+from ingot import stepping
 from ingot.lab.torchvision_ops import make_torchvision_importable
 from tests.distributed import models, tensor_parallel
 from tests.distributed.training import (
@@ -182,25 +184,58 @@ def messages():
 
 
 def work():
-    """Updates that are divided among processes: how many each makes, and what becomes of it."""
+    """Updates and natural gradients that are divided: how many each process makes, and what becomes of it."""
     found = {}
     for optimizer in ("SINGD", "KFAC"):
         settings = {"optimizer": optimizer, "structure": "dense"}
         one = Training("attention", "one", **settings).run(10)
         for kind in ("ddp", "fsdp"):
             training = Training("attention", kind, share_work=True, **settings)
-            made, update = [], training.optimizer._update_here
-
-            def counting(layers, *rest, made=made, update=update):
-                made.extend(layers)
-                update(layers, *rest)
-
-            training.optimizer._update_here = counting
+            made, layers = _counted_work(training), len(training.optimizer._layers)
             training.run(10)
-            layers = len(training.optimizer._layers)
             updates = sum(s.get("updates", 0) for s in training.optimizer.state.values())
+            shares = [len(made["updates"]) / updates, len(made["gradients"]) / (10 * layers)]
             equal = are_equal_everywhere(training)
-            found[f"{kind} {optimizer}"] = [difference(training, one), len(made) / updates, layers, equal]
+            found[f"{kind} {optimizer}"] = [difference(training, one), shares, layers, equal]
+    return found
+
+
+def _counted_work(training):
+    """The layers that this process updates, and makes natural gradients of, from now on."""
+    optimizer, made = training.optimizer, {"updates": [], "gradients": []}
+    update, natural = optimizer._update_here, stepping.natural_gradient
+
+    def updating(layers, *rest):
+        made["updates"].extend(layers)
+        update(layers, *rest)
+
+    def multiplying(layer, *rest):
+        if layer in optimizer._layers.values():
+            made["gradients"].append(layer)
+        return natural(layer, *rest)
+
+    optimizer._update_here, stepping.natural_gradient = updating, multiplying
+    return made
+
+
+def division():
+    """What is divided by size: what steps without an update send, for layers of some hundred rows."""
+    found = {}
+    for structure, wanted in (("dense", None), ("dense", False), ("block_diagonal(32)", None)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 520), *(torch.nn.Linear(520, 520) for _ in range(3)))
+        called = DistributedDataParallel(model)
+        optimizer = ingot.SINGD(model, structure=structure, share_work=wanted, precond_warmup=0)
+        per_step = []
+        for index in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(index))
+            optimizer.zero_grad()
+            with counted() as sent:
+                called(x).square().mean().backward()
+                optimizer.step()
+            per_step.append(sent)
+        kept = [layer.kept is not None for layer in optimizer._layers.values()]
+        found[f"{structure} {wanted}"] = [per_step[-1], sum(kept)]
     return found
 
 
@@ -440,6 +475,7 @@ for scenario in (
     SCENARIOS[scenario.__name__] = scenario
 SCENARIOS |= {
     "work": work,
+    "division": division,
     "tensor_parallel": tensor_parallel.trajectories,
     "tensor_parallel all": tensor_parallel.all_structures,
     "tensor_parallel loops": tensor_parallel.loops,
