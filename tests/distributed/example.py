@@ -42,6 +42,8 @@ def main():
         print(f"accuracy: {runpy.run_path(str(EXAMPLES / f'{name}.py'))['main'](**keywords):.3f}")
     else:
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    if dist.is_initialized():  # as Lightning leaves it, unless it is on graphics cards
+        leaves()
 
 
 def _pairs(options):

@@ -9,14 +9,24 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(processes, *arguments, timeout=600, options=(), environment=None):
-    """Run a module or script in so many processes, each with one thread."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *options, *arguments]
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (environment or {})
+def run(command, timeout=600, environment=None):
+    """Run a command whose processes have one thread each."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path()} | (environment or {})
     return subprocess.run(
         command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout, check=False
     )
+
+
+def _path():
+    """Where modules are found: the tests beside what this process finds."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+def torchrun(processes, *arguments, timeout=600, options=(), environment=None):
+    """Run a module or script in so many processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *options, *arguments]
+    return run(command, timeout, environment)
 
 
 def found_by(processes, folder, *scenarios):
