@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from ingot.lab.torchvision_ops import make_torchvision_importable
 from ingot.model import unwrapped
 
 
@@ -100,6 +101,7 @@ class Branches(nn.Module):
 
 def gpt2():
     """GPT-2 itself, in small: transposed linear layers, tied embeddings."""
+    make_torchvision_importable()
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(

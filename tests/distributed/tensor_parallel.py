@@ -24,7 +24,17 @@ import ingot
 from tests.distributed import models
 from tests.distributed.training import Training, are_equal_everywhere, difference, rank, world
 
-STRUCTURES = ("dense", "tril", "triu_toeplitz", "rank_triu(2)", "rank_tril_mirrored(2)", "hierarchical(2,2)")
+STRUCTURES = (
+    "dense",
+    "diagonal",
+    "block_diagonal(4)",
+    "block_diagonal(5)",
+    "tril",
+    "triu_toeplitz",
+    "rank_triu(2)",
+    "rank_tril_mirrored(2)",
+    "hierarchical(2,2)",
+)
 
 
 def by_features():
@@ -70,13 +80,12 @@ def _differences(family, plans):
 
 def trajectories():
     """After 30 steps: rows that mix across the processes' borders and that do not, on both sides."""
-    few = [("SINGD", "diagonal"), ("SINGD", "block_diagonal(4)"), ("SINGD", "block_diagonal(5)")]
-    found = _differences(few, ["features"])
-    return found | _differences([("SINGD", "block_diagonal(4)"), ("KFAC", "dense")], ["features and places"])
+    found = _differences([("SINGD", "diagonal"), ("SINGD", "block_diagonal(4)")], ["features"])
+    return found | _differences([("SINGD", "block_diagonal(5)")], ["features and places"])
 
 
 def all_structures():
-    """The same for each structure."""
+    """The same for each structure, and each member of the family."""
     family = [("SINGD", structure) for structure in STRUCTURES]
     family += [("KFAC", "dense"), ("KFAC", "block_diagonal(4)"), ("IKFAC", "dense")]
     return _differences(family, PLANS)

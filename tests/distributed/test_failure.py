@@ -33,6 +33,7 @@ def test_killed_anywhere(tmp_path, number):
     _kill_and_restart(tmp_path, kind, chance.randrange(1, 6), place, chance.randrange(2))
 
 
+@pytest.mark.slow
 def test_without_a_restart_the_others_fail_at_once(tmp_path):
     began = time.monotonic()
     ended = torchrun(
@@ -54,6 +55,7 @@ def test_with_fewer_batches_in_one_process_the_others_fail_in_time(tmp_path):
     assert time.monotonic() - began < 90
 
 
+@pytest.mark.slow
 def test_the_example_in_shards(tmp_path):
     ended = torchrun(2, "examples/sharded.py", str(tmp_path / "run"))
     assert ended.returncode == 0, ended.stderr[-4000:]
