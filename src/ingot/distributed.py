@@ -174,12 +174,13 @@ def by_samples(tensor: Tensor) -> Tensor:
 
     Features that are shared out are exchanged for samples, each process sending what others need alone.
     """
-    from torch.distributed.tensor import Shard as AlongDimension
-
     if not is_distributed(tensor):
         return tensor
+    from torch.distributed.tensor import Shard as AlongDimension
+
     several = tensor if tensor.ndim > 1 else tensor.unsqueeze(0)  # a single sample is the first one's
-    return local(several.redistribute(placements=[AlongDimension(0)]))  # type: ignore[attr-defined]
+    everywhere = [AlongDimension(0)] * several.device_mesh.ndim  # type: ignore[attr-defined]
+    return local(several.redistribute(placements=everywhere))  # type: ignore[attr-defined]
 
 
 def place_of(p: Tensor) -> int:
