@@ -29,6 +29,7 @@ def main(out="runs/accelerate", epochs=6, epochs_done=0, mixed_precision="no"):
                 scheduler.step()
                 optimizer.zero_grad()
         accelerator.save_state(f"{out}/epoch_{epoch + 1}")
+    accelerator.end_training()  # which several processes must not leave out
     return sum(model.cpu()(x).argmax() == y for x, y in test) / len(test)
 
 

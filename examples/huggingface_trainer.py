@@ -28,7 +28,9 @@ def main(out="runs/huggingface", steps=120, resume=None, **options):
         optimizers=(SINGD(model, lr=3e-3), None),
     )
     trainer.train(resume_from_checkpoint=resume)
-    return trainer.evaluate()["eval_accuracy"]
+    accuracy = trainer.evaluate()["eval_accuracy"]
+    trainer.accelerator.end_training()  # which several processes must not leave out
+    return accuracy
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from ingot import SINGD
 
 
-def main(checkpoint="runs/fabric.ckpt", epochs=6, resume=False, precision="32-true"):
-    fabric = Fabric(precision=precision)
+def main(checkpoint="runs/fabric.ckpt", epochs=6, resume=False, **options):
+    fabric = Fabric(**options)
+    fabric.launch()
     fabric.seed_everything(0)
     images, labels = map(tensor, load_digits(return_X_y=True))
     train, test = random_split(TensorDataset(images.float() / 16, labels), [1408, 389])

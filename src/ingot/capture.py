@@ -263,7 +263,8 @@ def install(module: nn.Module, family: Family, name: str, tap: Tap) -> None:
     hook = next(iter(_hooks(module).values()), None)
     if hook is None:
         hook = CaptureHook()
-        module.register_forward_hook(hook, with_kwargs=True)
+        # Before others, which may change the output, as those of tensor parallelism do.
+        module.register_forward_hook(hook, with_kwargs=True, prepend=True)
         if type(family).draws_random_numbers is not Family.draws_random_numbers:
             module.register_forward_pre_hook(hook.before)
     hook.family = family

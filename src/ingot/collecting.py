@@ -13,7 +13,7 @@ from torch import Tensor
 from ingot import fisher as curvature_of_losses
 from ingot import health
 from ingot.capture import Tap
-from ingot.distributed import is_sharded_model
+from ingot.distributed import by_samples, is_sharded_model
 from ingot.family import Rule
 from ingot.groups import Group
 from ingot.model import Layer
@@ -40,6 +40,7 @@ class CollectingOptimizer(ModelOptimizer):
         """Add the statistics of one use of a layer in one backward pass."""
         if self._now.paused or (self._fisher == "separate" and self._now.curvature_pass is None):
             return
+        x, g = by_samples(x), by_samples(g)
         if not g.numel():  # an empty batch, such as that of an expert without tokens
             return
         layer = self._layer_behind(tap)

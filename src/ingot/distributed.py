@@ -1,16 +1,17 @@
 """Several processes: what they tell each other, and which part of a sharded tensor each of them has.
 
-All that is sent is sent from here; the rest of the library sees local tensors. Two arrangements are known:
-replicas of a model (DistributedDataParallel), where every process has all, and parameters that are shared out
-by their first dimension (``fully_shard``), where each has some rows of every weight and a part of every
-factor.
+All that is sent is sent from here; the rest of the library sees local tensors. Three arrangements are known:
+replicas of a model (DistributedDataParallel), where every process has all; parameters that are shared out
+(``fully_shard``), where each has some rows of every weight and a part of every factor; and layers whose
+inputs and outputs are shared out as well (tensor parallelism), so that each process has some of the features
+of all samples. For statistics, these become some of the samples with all features.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,10 +25,13 @@ Group: TypeAlias = Any  # dist.ProcessGroup, which is not there on every platfor
 
 
 class Processes(NamedTuple):
-    """Those that train one model together, as the groups to sum over one after the other."""
+    """Those that train one model together, as the groups to sum over one after the other.
+
+    Gradients are means over ``averaged`` of them, each of which has samples of its own.
+    """
 
     groups: tuple[Group, ...]
-    size: int
+    averaged: int
 
     def sum_(self, flat: Tensor) -> list[Any]:
         """Begin to sum a tensor over all processes, in its place; returns what is to be waited for."""
@@ -69,25 +73,70 @@ def running_replica() -> Any:
 
 
 def group_of_ones_own(group: Group) -> Group:
-    """Another group of the same processes: what is sent there gets into no order with what is sent here."""
-    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    """Another group of the same processes: what is sent there gets into no order with what is sent here.
+
+    They wait for each other as long as in the first one.
+    """
+    ranks, cpu = dist.get_process_group_ranks(group), torch.device("cpu")
+    device = cpu if cpu in group._device_types else group._device_types[0]
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return dist.new_group(ranks, timeout, use_local_synchronization=True)
+
+
+def all_processes() -> Group:
+    """The group of all there are."""
+    return dist.group.WORLD
+
+
+def last_of(is_one: bool, group: Group, device: torch.device) -> int:
+    """The last of those processes that are something, by its number in the group."""
+    number = torch.tensor(dist.get_rank(group) if is_one else -1, device=device)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+    return int(number)
+
+
+def same_everywhere(
+    states: list[dict[str, Any]], devices: list[torch.device], source: int, group: Group
+) -> list[dict[str, Any]]:
+    """States of parameters on some devices as one process of a group has them, in all of it."""
+    is_here, source = dist.get_rank(group) == source, dist.get_global_rank(group, source)
+    # What is not on a parameter's device is small, and goes with the list of what there is.
+    described = [
+        {k: _Like(v.shape, v.dtype) if _is_on(v, device) else v for k, v in state.items()}
+        for state, device in zip(states, devices, strict=True)
+    ]
+    box = [described]
+    dist.broadcast_object_list(box, source, group, device=devices[0])
+    found: list[dict[str, Any]] = []
+    for state, those, device in zip(states, box[0], devices, strict=True):
+        found.append({})
+        for key, value in those.items():
+            if isinstance(value, _Like):
+                value = (
+                    state[key].contiguous()
+                    if is_here
+                    else torch.empty(value.shape, dtype=value.dtype, device=device)
+                )
+                dist.broadcast(value, source, group)
+            found[-1][key] = value
+    return found
+
+
+class _Like(NamedTuple):
+    """A tensor but for its numbers."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _is_on(value: Any, device: torch.device) -> bool:
+    return isinstance(value, Tensor) and value.device == device
 
 
 def backward_ends(callback: Callable[[], None]) -> None:
     """Have something done at the end of the running backward pass, while gradients are still on their way."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """All tensors of a model's output, whatever it is made of."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from (tensor for value in output.values() for tensor in tensors_in(value))
-    elif isinstance(output, list | tuple):
-        yield from (tensor for value in output for tensor in tensors_in(value))
-    elif is_dataclass(output) and not isinstance(output, type):
-        yield from (tensor for field in fields(output) for tensor in tensors_in(getattr(output, field.name)))
 
 
 # --- Shards -----------------------------------------------------------------------------------------------
@@ -107,6 +156,31 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """A tensor with what all processes have of it; all of them must call this."""
     return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def settle_gradients(params: Iterable[Tensor]) -> None:
+    """Let gradients be shared out as their parameters are.
+
+    What is whole in all processes that have different samples, or places of them, gets a gradient that is
+    the sum of what these have.
+    """
+    for p in params:
+        if is_distributed(p.grad) and p.grad.placements != p.placements:  # type: ignore[union-attr, attr-defined]
+            p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[union-attr, attr-defined]
+
+
+def by_samples(tensor: Tensor) -> Tensor:
+    """All features of some samples: this process's part of what all have, or have some features of.
+
+    Features that are shared out are exchanged for samples, each process sending what others need alone.
+    """
+    if not is_distributed(tensor):
+        return tensor
+    from torch.distributed.tensor import Shard as AlongDimension
+
+    several = tensor if tensor.ndim > 1 else tensor.unsqueeze(0)  # a single sample is the first one's
+    everywhere = [AlongDimension(0)] * several.device_mesh.ndim  # type: ignore[attr-defined]
+    return local(several.redistribute(placements=everywhere))  # type: ignore[attr-defined]
 
 
 def place_of(p: Tensor) -> int:
@@ -142,16 +216,20 @@ def _sharded_modules(model: nn.Module) -> Iterable[Any]:
 
 @dataclass(frozen=True)
 class Shard:
-    """How a parameter is shared out: by its first dimension, along one dimension of a mesh of processes."""
+    """How a parameter is shared out: by one of its dimensions, along one dimension of a mesh of processes.
+
+    What is said of rows is said of that dimension.
+    """
 
     mesh: Any  # DeviceMesh
     axis: int | None  # of the mesh; None where every process has all
-    size: int  # of the parameter's first dimension
+    size: int  # of the parameter's dimension
+    dim: int = 0  # which it is
 
     @cached_property
-    def processes(self) -> Processes:
+    def groups(self) -> tuple[Group, ...]:
         """All of the mesh."""
-        return Processes(tuple(self.mesh.get_all_groups()), self.mesh.size())
+        return tuple(self.mesh.get_all_groups())
 
     @cached_property
     def group(self) -> Group:
@@ -202,7 +280,8 @@ class Shard:
         from torch.distributed.tensor import DTensor
 
         mesh, places = p.device_mesh, p.placements  # type: ignore[attr-defined]
-        part = whole_tensor[self.start : self.stop].clone(memory_format=torch.contiguous_format)
+        part = whole_tensor.narrow(self.dim, self.start, self.stop - self.start) if p.ndim else whole_tensor
+        part = part.clone(memory_format=torch.contiguous_format)
         shape, stride = whole_tensor.shape, whole_tensor.contiguous().stride()
         return DTensor.from_local(part, mesh, places, run_check=False, shape=shape, stride=stride)
 
@@ -301,11 +380,11 @@ def _parts(size: int, count: int) -> list[int]:
 
 
 def refusal(p: Tensor, name: str) -> str:
-    """What is said of a parameter that is shared out in a way that is not known, as by tensor parallelism."""
+    """What is said of a layer's parameter that is shared out in a way that is not known."""
     return (
         f"{name or 'a parameter'} is shared out as {p.placements}, "  # type: ignore[attr-defined]
-        "and not by fully_shard along its first dimension, as layers with factors can be: leave it to AdamW "
-        "by a group with 'precondition': False, or let every process have all of it"
+        "and not along one dimension of the mesh by rows, or by columns of a matrix, as layers with factors "
+        "can be: leave it to AdamW by a group with 'precondition': False, or let every process have all of it"
     )
 
 
@@ -315,7 +394,8 @@ def shard_of(p: Tensor, name: str = "") -> Shard | None:
         return None
     places = p.placements  # type: ignore[attr-defined]
     axes = [axis for axis, place in enumerate(places) if not place.is_replicate()]
-    known = all(type(places[axis]).__name__ == "Shard" and places[axis].dim == 0 for axis in axes)
-    if len(axes) > 1 or not known:
+    dims = [places[axis].dim for axis in axes if type(places[axis]).__name__ == "Shard"]
+    if len(axes) > 1 or len(dims) < len(axes) or (dims and dims[0] > 0 and p.ndim != 2):
         raise ValueError(refusal(p, name))
-    return Shard(p.device_mesh, axes[0] if axes else None, p.shape[0] if p.ndim else 1)  # type: ignore[attr-defined]
+    dim = dims[0] if dims else 0
+    return Shard(p.device_mesh, axes[0] if axes else None, p.shape[dim] if p.ndim else 1, dim)  # type: ignore[attr-defined]

@@ -18,8 +18,8 @@ class Exchange:
     """The statistics of some layers on their way: sent when they are complete, waited for when needed.
 
     All processes name the same layers; what one of them has not seen counts for nothing there. There is one
-    message for each dtype. Gradients are averaged over processes, so that each process's own are those of the
-    whole loss times the number of processes.
+    message for each dtype. Where gradients are averaged over processes, each process's own are those of the
+    whole loss times the number of these.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Exchange:
             exchange.end()
         power = next((one.power for e in exchanges for one in e._shared if one.power is not None), None)
         for several in zip(*(exchange._shared for exchange in exchanges), strict=True):
-            several[0].put_back(several[1:], self.processes.size, power)
+            several[0].put_back(several[1:], self.processes.averaged, power)
 
 
 class _Shared:
@@ -104,29 +104,60 @@ def _as_tensors(sums: Sums | None, zeros: list[Tensor]) -> Sums:
 # --- Work that is shared out ----------------------------------------------------------------------------
 
 WORTH_TELLING = 500
-"""An update of so many operations for each byte of its result is made by one process, which tells the rest.
+"""What takes so many operations for each byte of its result is made by one process, which tells the rest.
 
-A processor makes some hundred operations in the time in which a byte goes to another process. Dense factors
-of about 350 rows have as many, blocks never do.
+A processor makes some hundred operations in the time in which a byte goes to another process. Updates of
+dense factors of about 350 rows have as many, and natural gradients by dense factors that have about 1000
+rows together; blocks never do.
 """
 
 
 class Work(NamedTuple):
-    """What an update of a layer's factors takes: operations, the bytes to tell, whether to share it."""
+    """What something takes that one of several processes may do: operations, and the bytes to tell."""
 
     flops: int
     size: int
-    wanted: bool | None  # None is up to the sizes
+    wanted: bool | None  # whether to share it; None is up to the sizes
+
+    @property
+    def is_worth_telling(self) -> bool:
+        """Whether it is to be made by one process alone."""
+        return self.flops > WORTH_TELLING * self.size if self.wanted is None else self.wanted
 
 
 def shared_work(works: list[Work], workers: int) -> list[int] | None:
     """Which of several processes does which work, about the same each; None if each is to do all."""
     flops, size = sum(work.flops for work in works), sum(work.size for work in works)
-    wanted = works[0].wanted if works else False
-    if workers == 1 or not (flops > WORTH_TELLING * size if wanted is None else wanted):
+    if workers == 1 or not works or not Work(flops, size, works[0].wanted).is_worth_telling:
         return None
     owners, busy = [0] * len(works), [0] * workers
     for index in sorted(range(len(works)), key=lambda index: -works[index].flops):
         owners[index] = busy.index(min(busy))
         busy[owners[index]] += works[index].flops
     return owners
+
+
+def told(
+    values: list[list[Tensor]], owners: list[int], dtypes: list[torch.dtype], processes: Processes
+) -> list[list[Tensor]]:
+    """What the owner of each list of tensors has, in one message for each dtype.
+
+    All processes give tensors of the same shapes. What they get are parts of the message.
+    """
+    found: list[list[Tensor]] = [[] for _ in values]
+    for dtype in dict.fromkeys(dtypes):
+        alike = [index for index, its in enumerate(dtypes) if its == dtype]
+        sizes, mine = [0] * processes.workers, []
+        for index in alike:
+            sizes[owners[index]] += sum(value.numel() for value in values[index])
+            if owners[index] == processes.worker:
+                mine += [value.reshape(-1).to(dtype) for value in values[index]]
+        flat = torch.cat(mine) if mine else values[alike[0]][0].new_empty(0, dtype=dtype)
+        rest = processes.gather(flat, sizes)
+        for index in alike:
+            owner, shapes = owners[index], [value.shape for value in values[index]]
+            *parts, rest[owner] = rest[owner].split(
+                [*(shape.numel() for shape in shapes), len(rest[owner]) - sum(s.numel() for s in shapes)]
+            )
+            found[index] = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return found

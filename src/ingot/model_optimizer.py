@@ -22,6 +22,21 @@ from ingot.watch import Watch
 
 
 @dataclass
+class Joining:
+    """What an optimizer knows of the Join that it is in."""
+
+    config: Any = None  # Join's own word on it, which it never takes back
+    of_replica: Any = None  # its word to the model within the same Join
+    is_mean_of_all: bool = True  # whether gradients are divided by the number of all, or of those not done
+    announced: list[tuple[Tensor, list[Any]]] = field(default_factory=list)  # since the last step
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it is in one."""
+        return self.config is not None and self.config.enable
+
+
+@dataclass
 class Now:
     """What changes in the course of a training, in one object that is never replaced.
 
@@ -38,8 +53,10 @@ class Now:
     curvature_pass: Any = None  # that statistics come from at the moment, if not from the loss's
     grams: Grams = field(default_factory=Grams)
     replicas: Any = None  # the processes that have replicas of the model, once one of them ran
+    replica_group: Any = None  # that they have for gradients
     exchanges: list[Any] = field(default_factory=list)  # of statistics, which are on their way
     last_sent: int = -1  # the backward pass after which statistics were last sent
+    joining: Joining = field(default_factory=Joining)  # of processes with different numbers of batches
 
 
 class ModelOptimizer(Optimizer):

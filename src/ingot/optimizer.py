@@ -15,7 +15,7 @@ from ingot import adamw as adamw_steps
 from ingot import budget, checkpoints, health
 from ingot.budget import BudgetLike, Choice
 from ingot.description import Description, describe
-from ingot.distributed import local, reshard
+from ingot.distributed import local, reshard, settle_gradients
 from ingot.factors import Factors, factors_of
 from ingot.family import NUMBERS, SIZES, InverseFree, Inverting, Rule
 from ingot.groups import (
@@ -28,13 +28,13 @@ from ingot.groups import (
     structure_pair,
     trained_groups,
 )
+from ingot.joining import JoiningOptimizer
 from ingot.model import Layer, find_layers, is_compiled, unwrapped
 from ingot.model_optimizer import preconditionable
 from ingot.naming import names_keywords
 from ingot.precision import computing, keeping, without_autocast
 from ingot.rules import Pair
 from ingot.scaling import loss_scale
-from ingot.stepping import SteppingOptimizer
 from ingot.structures import Factory, bind, resolve
 
 StructureLike: TypeAlias = str | Factory
@@ -59,7 +59,7 @@ _OF_ADAMW_ALONE = {
 }
 
 
-class NaturalGradient(SteppingOptimizer):
+class NaturalGradient(JoiningOptimizer):
     """The family's common optimizer; ``SINGD``, ``INGD``, ``IKFAC`` and ``KFAC`` say which rule it follows.
 
     Linear layers, convolutions, embeddings and attention are preconditioned, weight and bias together as one
@@ -98,8 +98,9 @@ class NaturalGradient(SteppingOptimizer):
             their places), others at each update; None takes all.
         statistics_dtype: The dtype that statistics are sent in where several processes train the model, such
             as ``torch.bfloat16`` for half the traffic; None sends them as they are.
-        share_work: Whether several processes divide the updates of factors among them, and tell each other
-            what they came to; None lets them where that takes less time, as for large dense factors.
+        share_work: Whether several processes divide the updates of factors among them, and replicas the
+            natural gradients as well, and tell each other what these came to; None lets them where that takes
+            less time, as for large dense factors.
         precond_warmup: For so many first steps the factors are updated every time, and β₁ starts high.
         max_factor_step: Bound on β₁ times the spectral norm of a factor's direction, or None.
         relative_damping: Whether ``damping`` is in units of the mean traces of U and G.
@@ -310,6 +311,7 @@ class NaturalGradient(SteppingOptimizer):
                 loss = closure()
         self._follow_model()
         self._now.has_followed = False
+        settle_gradients(self._group_index)
         if self._is_asked_for_state():
             self._make_state()
             return loss

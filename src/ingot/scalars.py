@@ -109,8 +109,8 @@ def root_mean_square(tensors: list[Tensor]) -> Number:
 
 def _joined(tensors: list[Tensor]) -> list[Tensor]:
     """What tensors are the parts of, where that is one: a weight and its bias in the same memory."""
-    whole = tensors[0]._base
-    if whole is None or len(tensors) == 1 or any(t._base is not whole for t in tensors):
+    whole = tensors[0]._base if len(tensors) > 1 else None
+    if whole is None or any(t._base is not whole for t in tensors):
         return tensors
     return [whole] if whole.numel() == sum([t.numel() for t in tensors]) else tensors
 

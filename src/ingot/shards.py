@@ -1,4 +1,4 @@
-"""Natural gradients of weights whose rows are shared out over processes.
+"""Natural gradients of weights whose rows or columns are shared out over processes.
 
 C Cᵀ ∇W K Kᵀ is the product of two sides. Where each process has some rows of ∇W, the side of the columns is
 its own affair, and so is that of the rows where the structure does not mix rows of different processes, as
@@ -9,7 +9,7 @@ made twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ingot.distributed import Shard, shard_of
+from ingot.distributed import Processes, Shard, refusal, shard_of
 from ingot.family import Rule
 from ingot.layers import LayerAdapter
 from ingot.model import Layer
 from ingot.natural import products_of
-from ingot.rules import Pair
+from ingot.rules import Pair, Product
 
 
 class Segment(NamedTuple):
@@ -39,28 +39,37 @@ class Layout:
     """How a layer's matrix lies in several processes.
 
     Attributes:
-        shard: How its weight is shared out, by the first dimension.
+        shard: How its weight is shared out.
+        bias: How the bias is, which is the last column, if there is one: by outputs, or not at all.
         rule: Whose factors they are.
         structures: Of K and C.
         matrices: How many matrices there are, one behind the other, where there are several.
-        has_bias: Whether the last column is the bias, which is shared out like a row of outputs.
+        transposed: Whether the weight is the matrix's transpose.
         by: ``"rows"`` or ``"columns"`` of the matrix, or ``"neither"`` where a part of the weight is no part
             of it that could be multiplied.
+        processes: Those that learn from each other.
     """
 
     shard: Shard
+    bias: Shard | None
     rule: Rule
     structures: Pair
     matrices: int | None
-    has_bias: bool
+    transposed: bool
     by: str
+    processes: Processes
+
+    def own(self, tensors: list[Tensor], params: Iterable[Tensor]) -> list[Tensor]:
+        """Of tensors like these parameters, those to count here: a bias that all have counts once."""
+        is_whole = self.bias is not None and self.bias.axis is None and self.shard.index > 0
+        return [t for t, p in zip(tensors, params, strict=True) if not is_whole or p.ndim > 1]
 
     @cached_property
     def mixed(self) -> list[tuple[int, int]]:
         """Of all rows, or columns, of all matrices: from where to where those of several processes mix."""
         structure = self.structures[self.by == "rows"]
         ends = {sum(self.shard.sizes[:n]) for n in range(1, self.shard.count)}
-        if self.by == "columns" and self.has_bias:
+        if self.by == "columns" and self.bias is not None:
             ends.add(structure.dim - 1)  # which belongs to no process's columns
         found = []
         for end in sorted(ends):
@@ -84,7 +93,7 @@ class Layout:
     # --- By rows: outputs, of linear layers and convolutions ----------------------------------------------
 
     def _of_rows(self, k: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-        rows = weight.flatten(1)
+        rows = weight.mT if self.transposed else weight.flatten(1)
         if bias is not None:
             rows = torch.cat((rows, bias.view(-1, 1)), dim=1)
         start, stop = self.shard.start, self.shard.stop
@@ -102,9 +111,9 @@ class Layout:
             )
         else:
             natural = self._of_separate_rows(c, by_k)
-        if bias is None:
-            return [natural.view(weight.shape)]
-        return [natural[:, :-1].reshape(weight.shape), natural[:, -1].reshape(bias.shape)]
+        beside = [] if bias is None else [natural[:, -1].reshape(bias.shape)]
+        matrix = natural if bias is None else natural[:, :-1]
+        return [(matrix.mT if self.transposed else matrix).reshape(weight.shape), *beside]
 
     def _of_separate_rows(self, c: Tensor, rows: Tensor) -> Tensor:
         """C Cᵀ times this process's rows, with those of others that the first and last of them mix with."""
@@ -172,43 +181,47 @@ class Layout:
             natural[here] = product.apply(several, torch.empty_like(several)).reshape(-1, rows.shape[1])
         return natural
 
-    # --- By columns: inputs, of weights that are stored transposed ----------------------------------------
+    # --- By columns: inputs -------------------------------------------------------------------------------
 
     def _of_columns(self, k: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
         of_k, of_c = self.structures
-        outputs = of_c.dim
-        of_outputs = self.shard_of_bias
-        column = None
-        if bias is not None:
-            column = of_outputs.gather_rows(bias.view(-1, 1))
+        column = None if bias is None else self._all_of_bias(bias)
         by_c = products_of(self.rule, (of_k, of_c), k, c)[1]
-        matrix = weight.mT
+        matrix = weight.mT if self.transposed else weight
         if matrix.numel():
             matrix = by_c.apply(matrix, torch.empty_like(matrix))
         if column is not None:
             column = by_c.apply(column, torch.empty_like(column))
         if not self.mixed:
-            natural = self._times_section(k, matrix, self.shard.start, self.shard.stop).mT
+            natural = self._times_section(k, matrix, self.shard.start, self.shard.stop)
             if column is not None:
                 column = self._times_section(k, column, of_k.dim - 1, of_k.dim)
-                column = column[of_outputs.start : of_outputs.stop]
         else:
-            # Some outputs of all inputs, and the bias of these beside them.
-            turned = self.shard.columns(matrix.mT).mT
-            if column is not None:
-                turned = torch.cat((turned, column[of_outputs.start : of_outputs.stop]), dim=1)
-            if turned.numel():
-                turned = products_of(self.rule, (of_k, of_c), k, c)[0].apply_right(turned.contiguous())
-            if column is not None:
-                turned, column = turned[:, :-1], turned[:, -1]
-            natural = self.shard.rows(turned.mT, outputs)
-        found = [natural.reshape(weight.shape)]
-        return found if bias is None or column is None else [*found, column.reshape(bias.shape)]
+            natural, column = self._of_mixed_columns(
+                products_of(self.rule, (of_k, of_c), k, c)[0], matrix, column
+            )
+        found = [(natural.mT if self.transposed else natural).reshape(weight.shape)]
+        if bias is None or column is None or self.bias is None:
+            return found
+        return [*found, column[self.bias.start : self.bias.stop].reshape(bias.shape)]
 
-    @cached_property
-    def shard_of_bias(self) -> Shard:
-        """How the outputs are shared out where the inputs are: as a bias is, and as columns are exchanged."""
-        return Shard(self.shard.mesh, self.shard.axis, self.structures[1].dim)
+    def _of_mixed_columns(
+        self, by_k: Product, matrix: Tensor, column: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Some outputs of all inputs, and the bias of these beside them, times K Kᵀ; and back."""
+        outputs = Shard(self.shard.mesh, self.shard.axis, self.structures[1].dim)
+        turned = self.shard.columns(matrix.mT).mT
+        if column is not None:
+            turned = torch.cat((turned, column[outputs.start : outputs.stop]), dim=1)
+        if turned.numel():
+            turned = by_k.apply_right(turned.contiguous())
+        if column is not None:
+            turned, column = turned[:, :-1], outputs.gather_rows(turned[:, -1:].contiguous())
+        return self.shard.rows(turned.mT, outputs.size).mT, column
+
+    def _all_of_bias(self, bias: Tensor) -> Tensor:
+        assert self.bias is not None
+        return self.bias.gather_rows(bias.view(-1, 1))
 
     def _times_section(self, k: Tensor, matrix: Tensor, start: int, stop: int) -> Tensor:
         """A matrix of these columns times their part of K Kᵀ."""
@@ -219,22 +232,25 @@ class Layout:
         return products_of(self.rule, (section, section), entries, entries)[0].apply_right(matrix)
 
 
-def layout_of(layer: Layer, rule: Rule) -> Layout | None:
-    """How a layer lies in several processes, None if each has all of it."""
+def layout_of(layer: Layer, rule: Rule, averaged: bool) -> Layout | None:
+    """How a layer lies in several processes, None if each has all of it.
+
+    Gradients are ``averaged`` over processes that have samples of their own, and not where all see the same.
+    """
     shard = shard_of(layer.weight, f"the weight of {layer.name!r}")
     if shard is None:
         return None
-    if layer.bias is not None:
-        shard_of(layer.bias, f"the bias of {layer.name!r}")
-    lead = layer.shape[0]
-    by = _kind(layer.adapter)
-    return Layout(shard, rule, layer.structures, lead[0] if lead else None, layer.bias is not None, by)
-
-
-def _kind(adapter: LayerAdapter) -> str:
-    if type(adapter).weight_matrix is not LayerAdapter.weight_matrix:
-        return "neither"
-    return "columns" if adapter.transposed else "rows"
+    bias = None if layer.bias is None else shard_of(layer.bias, f"the bias of {layer.name!r}")
+    lead, transposed, by = layer.shape[0], layer.adapter.transposed, "neither"
+    if type(layer.adapter).weight_matrix is LayerAdapter.weight_matrix:
+        by = "rows" if (shard.dim == 0) != transposed else "columns"
+    if by == "neither" and shard.dim:
+        raise ValueError(refusal(layer.weight, f"the weight of {layer.name!r}"))
+    if layer.bias is not None and bias is not None and by != "columns" and bias.axis != shard.axis:
+        raise ValueError(refusal(layer.bias, f"the bias of {layer.name!r}"))
+    processes = Processes(shard.groups, shard.mesh.size() if averaged else 1)
+    several = lead[0] if lead else None
+    return Layout(shard, bias, rule, layer.structures, several, transposed, by, processes)
 
 
 def natural_gradient(layer: Layer, layout: Layout, k: Tensor, c: Tensor, local: list[Tensor]) -> list[Tensor]:
@@ -242,18 +258,14 @@ def natural_gradient(layer: Layer, layout: Layout, k: Tensor, c: Tensor, local: 
     weight, *bias = local
     if layout.by != "neither":
         return layout.natural_gradient(k, c, weight, bias[0] if bias else None)
-    shard, of_outputs = layout.shard, [shard_of(layer.bias)] if layer.bias is not None else []
+    shard, of_bias = layout.shard, [layout.bias] if layout.bias is not None else []
     matrix = layer.adapter.weight_matrix(layer.module, shard.gather_rows(weight))
-    columns = [
-        s.gather_rows(b).view(*matrix.shape[:-1], 1) for s, b in zip(of_outputs, bias, strict=True) if s
-    ]
+    columns = [s.gather_rows(b).view(*matrix.shape[:-1], 1) for s, b in zip(of_bias, bias, strict=True)]
     of_k, of_c = products_of(layout.rule, layout.structures, k, c)
     both = torch.cat((matrix, *columns), dim=-1)
     both = of_k.apply_right(of_c.apply(both, torch.empty_like(both)))
     natural = layer.adapter.matrix_weight(layer.module, both[..., : matrix.shape[-1]], layer.weight)
     found = [natural[shard.start : shard.stop]]
     return found + [
-        both[..., -1].reshape(-1)[s.start : s.stop].view(b.shape)
-        for s, b in zip(of_outputs, bias, strict=True)
-        if s
+        both[..., -1].reshape(-1)[s.start : s.stop].view(b.shape) for s, b in zip(of_bias, bias, strict=True)
     ]

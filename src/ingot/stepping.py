@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -141,11 +142,12 @@ class SteppingOptimizer(UpdatingOptimizer):
         natural = self._natural_gradient(layer, parts[0].group, gradients)
         sizes = {}
         if layer.pending is not None and self.state[layer.weight]["updates"] % GAIN_EVERY == 1:
-            sizes = {"natural": squares(natural), "gradient": squares(gradients)}
+            both = {"natural": natural, "gradient": gradients}
+            sizes = {key: _squares(layer, tensors, layer.parameters) for key, tensors in both.items()}
         if len(parts) < len(natural):  # a gradient is missing
             natural = [n for n, p in zip(natural, layer.parameters, strict=True) if p.grad is not None]
         momenta = [part.with_momentum(n) for part, n in zip(parts, natural, strict=True)]
-        sizes["momentum"] = squares(momenta)
+        sizes["momentum"] = _squares(layer, momenta, [part.p for part in parts])
         if any(self._is_bounded(layer, part) for part in parts):
             sizes["weight"] = squares([parts[0].value if parts[0].p is layer.weight else layer.weight])
         return Begun(layer, parts, momenta, sizes)
@@ -226,7 +228,8 @@ class SteppingOptimizer(UpdatingOptimizer):
         for part, momentum in zip(parts, momenta, strict=True):
             other = part.with_momentum(torch.zeros_like(momentum))
             found.append(torch.where(trusted, momentum, other) if isinstance(trusted, Tensor) else other)
-        (step,) = self._measured([Begun(layer, parts, found, {"momentum": squares(found)})])
+        size = _squares(layer, found, [part.p for part in parts])
+        (step,) = self._measured([Begun(layer, parts, found, {"momentum": size})])
         return found, step.sizes["momentum"].root_mean
 
     def _count_dropped(self, layer: Layer, trusted: Flag) -> None:
@@ -309,6 +312,11 @@ def _note(state: dict[str, Any], key: str, value: Number) -> None:
         state[key] = value
     else:
         state[key].fill_(value)
+
+
+def _squares(layer: Layer, tensors: list[Tensor], params: Sequence[Tensor]) -> Squares:
+    """Those of tensors like some of a layer's parameters, as far as this process is to count them."""
+    return squares(tensors if layer.layout is None else layer.layout.own(tensors, params))
 
 
 def _buckets(layers: list[Layer]) -> list[list[Layer]]:

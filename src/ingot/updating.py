@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from math import prod
 from typing import Any
 
@@ -14,17 +15,16 @@ from torch import Tensor
 from ingot import stability
 from ingot.collecting import CollectingOptimizer
 from ingot.distributed import (
+    Group,
     Processes,
     backward_ends,
     group_of_ones_own,
     is_distributed,
     is_sharded_model,
-    refusal,
     shard_of,
-    tensors_in,
     whole,
 )
-from ingot.exchange import Exchange, Work, shared_work
+from ingot.exchange import Exchange, Work, shared_work, told
 from ingot.family import NORMS, NUMBERS, SIZES, Settings, Statistics
 from ingot.model import Layer
 from ingot.precision import computable, computing
@@ -135,11 +135,11 @@ class UpdatingOptimizer(CollectingOptimizer):
 
     # --- Work that is shared out over processes -----------------------------------------------------------
 
-    def _by_processes(self, layers: Iterable[Layer]) -> dict[Processes | None, list[Layer]]:
+    def _by_processes(self, layers: list[Layer]) -> dict[Processes | None, list[Layer]]:
         """Layers by the processes that update them together."""
         found: dict[Processes | None, list[Layer]] = {}
         for layer in layers:
-            processes = self._now.replicas if layer.layout is None else layer.layout.shard.processes
+            processes = self._now.replicas if layer.layout is None else layer.layout.processes
             found.setdefault(processes, []).append(layer)
         return found
 
@@ -161,35 +161,19 @@ class UpdatingOptimizer(CollectingOptimizer):
     def _learn_from_others(self, layers: list[Layer], owners: list[int], processes: Processes) -> None:
         """Take over what other processes made of the factors, and tell them what this one did."""
         dtypes = [computing(self.state[layer.weight][self.rule.names[0]].dtype) for layer in layers]
-        for dtype in dict.fromkeys(dtypes):
-            alike = [(at, who) for at, who, its in zip(layers, owners, dtypes, strict=True) if its == dtype]
-            sizes = [0] * processes.workers
-            for layer, owner in alike:
-                sizes[owner] += sum(value.numel() for value in self._told(layer).values())
-            mine = [layer for layer, owner in alike if owner == processes.worker]
-            sent = [value.reshape(-1).to(dtype) for layer in mine for value in self._told(layer).values()]
-            flat = torch.cat(sent) if sent else torch.empty(0, dtype=dtype, device=layers[0].weight.device)
-            received = processes.gather(flat, sizes)
-            for owner, part in enumerate(received):
-                theirs = [layer for layer, its_owner in alike if its_owner == owner]
-                if owner != processes.worker:
-                    self._take_over(theirs, part)
-
-    def _take_over(self, layers: list[Layer], flat: Tensor) -> None:
-        """Keep the updates of these layers that another process made."""
-        told = [self._told(layer) for layer in layers]
-        parts = iter(flat.split([value.numel() for values in told for value in values.values()]))
-        for layer, before in zip(layers, told, strict=True):
-            after = {k: next(parts).view(v.shape).to(v.dtype, copy=True) for k, v in before.items()}
-            self._keep_updated(layer, before, after, self._settings(layer))
+        before = [self._told(layer) for layer in layers]
+        after = told([list(values.values()) for values in before], owners, dtypes, processes)
+        for layer, owner, old, new in zip(layers, owners, before, after, strict=True):
+            if owner != processes.worker:
+                pairs = zip(old.items(), new, strict=True)
+                state = {key: value.to(its.dtype, copy=True) for (key, its), value in pairs}
+                self._keep_updated(layer, old, state, self._settings(layer))
 
     # --- Factors that are shared out over processes -------------------------------------------------------
 
     def _lay_out(self, layer: Layer) -> Layout | None:
-        # The weights of tensor parallelism look the same, but their modules see parts of the features.
-        if is_distributed(layer.weight) and not is_sharded_model(self._watch.model):
-            raise ValueError(refusal(layer.weight, f"the weight of {layer.name!r}"))
-        return layout_of(layer, self.rule)
+        # The weights of tensor parallelism look the same, but all processes see the same samples.
+        return layout_of(layer, self.rule, averaged=is_sharded_model(self._watch.model))
 
     def _laid_out(self, p: Tensor, key: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or is_distributed(p) == is_distributed(value):
@@ -254,9 +238,7 @@ class UpdatingOptimizer(CollectingOptimizer):
 
     def _after_forward(self, replica: Any, output: Any) -> None:
         """Have statistics sent as soon as the backward pass of this forward pass ends, if they are due."""
-        if self._now.replicas is None:
-            own = group_of_ones_own(replica.process_group)
-            self._now.replicas = Processes((own,), own.size())
+        self._know_replicas(replica.process_group)
         if self._fisher == "separate" or not replica.require_backward_grad_sync or not self._due_layers():
             return
         optimizer = weakref.ref(self)
@@ -268,9 +250,15 @@ class UpdatingOptimizer(CollectingOptimizer):
                 this._now.last_sent = current
                 backward_ends(this._send_statistics)
 
-        for tensor in tensors_in(output):
+        for tensor in _tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(begins)
+
+    def _know_replicas(self, group: Group) -> None:
+        """Let replicas have a group for the statistics, if they have none yet; all of them must call this."""
+        if self._now.replicas is None:
+            own = group_of_ones_own(group)
+            self._now.replicas, self._now.replica_group = Processes((own,), own.size()), group
 
     def _due_layers(self) -> list[Layer]:
         """The layers whose statistics the coming step wants, seen or not: the same in each process."""
@@ -297,7 +285,7 @@ class UpdatingOptimizer(CollectingOptimizer):
             if layer.layout is not None:
                 shared_out.setdefault(layer.layout.shard.mesh, []).append(layer)
         for layers in shared_out.values():
-            self._exchange(layers, layers[0].layout.shard.processes).put_back([])
+            self._exchange(layers, layers[0].layout.processes).put_back([])
         if self._now.replicas is None or not due or shared_out:
             return
         if not self._now.exchanges:
@@ -312,6 +300,18 @@ class UpdatingOptimizer(CollectingOptimizer):
 
 _LIKE_PARAMETERS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 """The state's keys for what has a parameter's shape."""
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    """All tensors of a model's output, whatever it is made of."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from (tensor for value in output.values() for tensor in _tensors_in(value))
+    elif isinstance(output, list | tuple):
+        yield from (tensor for value in output for tensor in _tensors_in(value))
+    elif is_dataclass(output) and not isinstance(output, type):
+        yield from (tensor for field in fields(output) for tensor in _tensors_in(getattr(output, field.name)))
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

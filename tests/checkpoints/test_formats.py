@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -199,6 +200,33 @@ def test_distributed_checkpoints_of_models_that_were_frozen_in_part(name, tmp_pa
     set_optimizer_state_dict(other_model, other, into)
     other_model.load_state_dict(copy.deepcopy(model.state_dict()))
     assert_identical(go_on(other_model, other), go_on(model, optimizer))
+
+
+@alone
+@pytest.mark.parametrize("remedy", [None, "a group", "a step"])
+def test_distributed_checkpoints_of_layers_that_are_passed_by(remedy, tmp_path):
+    """torch asks for state before any forward pass, when it is not known that they are."""
+    groups = [{"params": "last.*", "precondition": False}] if remedy == "a group" else None
+
+    def make(steps: int) -> tuple[nn.Module, SINGD]:
+        model = Bypassed()
+        optimizer = SINGD(model, groups)
+        train(model, optimizer, steps)
+        return model, optimizer
+
+    model, optimizer = make(4)
+    assert "exp_avg" in optimizer.state[model.last.weight]
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path)
+    other_model, other = make(1 if remedy == "a step" else 0)
+    into = get_optimizer_state_dict(other_model, other)
+    if remedy is None:
+        with pytest.raises(CheckpointException, match=r"Missing key in checkpoint.*last\.weight"):
+            dcp.load(into, checkpoint_id=tmp_path)
+        return
+    dcp.load(into, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other_model, other, into)
+    other_model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert_identical(train(other_model, other), train(model, optimizer))
 
 
 @alone

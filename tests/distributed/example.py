@@ -1,6 +1,6 @@
 """An example of a framework in one of several processes, where torchvision may lack its operators.
 
-``torchrun --nproc-per-node 2 -m tests.distributed.example NAME FOLDER``
+``torchrun --nproc-per-node 2 -m tests.distributed.example NAME FOLDER [KEYWORD=VALUE...]``
 """
 
 import os
@@ -14,24 +14,44 @@ from torch import distributed as dist
 import ingot
 from ingot.lab.torchvision_ops import make_torchvision_importable
 
-ROOT = Path(__file__).parents[2]
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def main():
     make_torchvision_importable()
     torch.set_num_threads(1)
-    name, folder = sys.argv[1:]
+    name, folder, *options = sys.argv[1:]
     os.chdir(folder)
-    made, singd = [], ingot.SINGD
+    made, singd, leave = [], ingot.SINGD, dist.destroy_process_group
 
     def observed(*args, **settings):
         made.append(singd(*args, **settings))
         return made[-1]
 
-    ingot.SINGD = observed
-    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
-    (optimizer,) = made
-    # Both processes trained, together: their weights and factors are the same.
+    def leaves(group=None):
+        # The last moment at which processes can tell each other what they have.
+        if group is None:
+            (optimizer,) = made
+            _compare(optimizer)
+            Path(f"equal{dist.get_rank()}").touch()
+        leave(group)
+
+    ingot.SINGD, dist.destroy_process_group = observed, leaves
+    if options:
+        keywords = {key: int(value) if value.isdigit() else value for key, value in _pairs(options)}
+        print(f"accuracy: {runpy.run_path(str(EXAMPLES / f'{name}.py'))['main'](**keywords):.3f}")
+    else:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    if dist.is_initialized():  # as Lightning leaves it, unless it is on graphics cards
+        leaves()
+
+
+def _pairs(options):
+    return (option.split("=") for option in options)
+
+
+def _compare(optimizer):
+    """Both processes trained, together: their weights and factors are the same."""
     assert dist.get_world_size() == 2
     tensors = [p.detach() for p in optimizer._watch.model.parameters()]
     tensors += [state["K"] for state in optimizer.state.values() if "K" in state]
@@ -41,7 +61,6 @@ def main():
     dist.all_gather(both, flat)
     assert torch.equal(*both)
     assert optimizer._now.replicas is not None
-    Path(folder, f"equal{dist.get_rank()}").touch()
 
 
 if __name__ == "__main__":

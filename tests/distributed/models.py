@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from ingot.lab.torchvision_ops import make_torchvision_importable
 from ingot.model import unwrapped
 
 
@@ -51,6 +52,40 @@ class Attentive(nn.Module):
         return self.head(self.block(self.tokens(x)))
 
 
+class Heads(nn.Module):
+    """Attention whose heads any number of processes can share out."""
+
+    def __init__(self, width, head):
+        super().__init__()
+        self.head = head
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=bias) for bias in (True, False, True))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+class Transformer(nn.Module):
+    """Embedding, attention, a perceptron and a head, of linear layers each."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 16)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.attention = Heads(16, 4)
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.head = nn.Linear(16, 11)
+
+    def forward(self, x):
+        x = self.tokens(x)
+        x = x + self.attention(self.norms[0](x))
+        x = x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+        return self.head(x)
+
+
 class Branches(nn.Module):
     """A layer that is used or not."""
 
@@ -66,6 +101,7 @@ class Branches(nn.Module):
 
 def gpt2():
     """GPT-2 itself, in small: transposed linear layers, tied embeddings."""
+    make_torchvision_importable()
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -86,6 +122,7 @@ MODELS = {
     "bypassed": Bypassed,
     "attention": Attentive,
     "branches": Branches,
+    "transformer": Transformer,
     "gpt2": gpt2,
 }
 """Makers by name."""
@@ -100,7 +137,7 @@ def blocks(model):
     """What fully_shard is called on, before the model itself."""
     if hasattr(model, "transformer"):
         return list(model.transformer.h)
-    return [model.block] if hasattr(model, "block") else [model.body]
+    return [getattr(model, name) for name in ("block", "body", "attention") if hasattr(model, name)]
 
 
 def batch(name, step, size=8, dtype=torch.float64):

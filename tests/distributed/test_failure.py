@@ -33,6 +33,7 @@ def test_killed_anywhere(tmp_path, number):
     _kill_and_restart(tmp_path, kind, chance.randrange(1, 6), place, chance.randrange(2))
 
 
+@pytest.mark.slow
 def test_without_a_restart_the_others_fail_at_once(tmp_path):
     began = time.monotonic()
     ended = torchrun(
@@ -44,6 +45,17 @@ def test_without_a_restart_the_others_fail_at_once(tmp_path):
     assert len(list(tmp_path.glob("step*/.metadata"))) == 2
 
 
+def test_with_fewer_batches_in_one_process_the_others_fail_in_time(tmp_path):
+    """Without Join, which is told of it."""
+    arguments = ("-m", "tests.distributed.victim", str(tmp_path), "ddp", "2", "waits", "1")
+    began = time.monotonic()
+    ended = torchrun(2, *arguments, timeout=300, environment={"TIMEOUT": "3"})
+    assert ended.returncode != 0
+    assert "Timed out" in ended.stderr
+    assert time.monotonic() - began < 90
+
+
+@pytest.mark.slow
 def test_the_example_in_shards(tmp_path):
     ended = torchrun(2, "examples/sharded.py", str(tmp_path / "run"))
     assert ended.returncode == 0, ended.stderr[-4000:]

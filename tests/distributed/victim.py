@@ -1,11 +1,15 @@
 """A training that saves at each step; in its first start, one process is killed in the middle of one.
 
+Or it takes no more batches, and waits; the others must not, for longer than TIMEOUT seconds.
+
 ``torchrun --max-restarts 1 -m tests.distributed.victim FOLDER KIND STEP PLACE VICTIM``
 """
 
 import os
 import signal
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -14,14 +18,14 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tests.distributed import models
-from tests.distributed.worker import Training, difference
+from tests.distributed.training import Training, difference
 
 STEPS = 6
 
 
 def main():
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=int(os.environ.get("TIMEOUT", "1800"))))
     folder, kind, step, place, victim = (
         Path(sys.argv[1]),
         sys.argv[2],
@@ -48,6 +52,8 @@ def main():
             os.kill(os.getpid(), signal.SIGKILL)
 
     for index in range(len(done), STEPS):
+        if place == "waits" and index == step and dist.get_rank() == victim:
+            time.sleep(600)
         training.optimizer.zero_grad()
         loss = training.loss(*training.mine(*models.batch("cnn", index)))
         dies("forward")

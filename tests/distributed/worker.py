@@ -6,6 +6,7 @@
 import contextlib
 import json
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,14 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 import ingot
-from ingot.lab.torchvision_ops import make_torchvision_importable
-from tests.distributed import models
+from tests.distributed import models, replicas, tensor_parallel
+from tests.distributed.training import Training, are_equal_everywhere, counted, difference, rank, world
 
-STEPS = 30
 STRUCTURES = (
     "dense",
     "diagonal",
@@ -49,115 +47,8 @@ FAMILY += [
     ("IKFAC", "dense"),
     ("IKFAC", "hierarchical(2,2)"),
 ]
-FEW = [
-    ("SINGD", "diagonal"),
-    ("SINGD", "block_diagonal(4)"),
-    ("SINGD", "dense"),
-    ("KFAC", "dense"),
-    ("IKFAC", "triu"),
-]
-
-
-def rank():
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world():
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-class Training:
-    """One model with its optimizer, alone, as a replica or in shards, and its batches."""
-
-    def __init__(
-        self, name, kind, dtype=torch.float64, optimizer="SINGD", early=False, shard=None, **settings
-    ):
-        self.name, self.kind, self.dtype = name, kind, dtype
-        self.model = self.called = models.make(name, dtype)
-        settings = {"lr": 1e-2, "precond_every": 3, "precond_warmup": 2} | settings
-        settings.setdefault("loss_average", "batch" if name in ("cnn", "bypassed") else "token")
-        self.is_sum = settings["loss_average"] is None
-
-        def make():
-            self.optimizer = getattr(ingot, optimizer)(self.model, **settings)
-
-        if early:
-            make()
-        if kind == "ddp":
-            self.called = DistributedDataParallel(self.model, find_unused_parameters=name == "branches")
-        if kind == "fsdp":
-            for block in models.blocks(self.model):
-                fully_shard(block, **(shard or {}))
-            fully_shard(self.model, **(shard or {}))
-        if not early:
-            make()
-
-    def mine(self, x, y, sizes=None):
-        """This process's part of a batch."""
-        if self.kind == "one":
-            return x, y
-        parts = [len(x) // world()] * world() if sizes is None else sizes
-        return x.split(parts)[rank()], y.split(parts)[rank()]
-
-    def loss(self, x, y, weight=1.0):
-        reduction = "sum" if self.is_sum else "mean"
-        return weight * models.loss_of(self.called, x, y, reduction)
-
-    def step(self, index):
-        self.optimizer.zero_grad()
-        self.loss(*self.mine(*models.batch(self.name, index, dtype=self.dtype))).backward()
-        self.optimizer.step()
-
-    def run(self, steps=STEPS, first=0):
-        for index in range(first, first + steps):
-            self.step(index)
-        return self
-
-    def weights(self):
-        found = {}
-        for name, p in self.model.named_parameters():
-            whole = p.full_tensor() if hasattr(p, "full_tensor") else p
-            found[name] = whole.detach().clone()
-        return found
-
-
-def difference(a, b):
-    """The largest difference between two trainings' weights."""
-    first, second = a.weights(), b.weights()
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
-
-
-def are_equal_everywhere(training):
-    """Whether all processes have the same weights, bit by bit."""
-    flat = torch.cat([w.double().flatten() for w in training.weights().values()])
-    others = [torch.empty_like(flat) for _ in range(world())]
-    dist.all_gather(others, flat)
-    return all(torch.equal(flat, other) for other in others)
-
-
-@contextlib.contextmanager
-def counted():
-    """Messages that are sent within, by name, and their bytes."""
-    found = {}
-    names = ("all_reduce", "all_gather_into_tensor", "all_to_all_single")
-    before = {name: getattr(dist, name) for name in names}
-
-    def counting(name):
-        def call(*args, **kwargs):
-            sent = args[0] if name == "all_reduce" else args[1]
-            messages, size = found.get(name, (0, 0))
-            found[name] = messages + 1, size + sent.nbytes
-            return before[name](*args, **kwargs)
-
-        return call
-
-    for name in names:
-        setattr(dist, name, counting(name))
-    try:
-        yield found
-    finally:
-        for name in names:
-            setattr(dist, name, before[name])
+FEW = [("SINGD", "block_diagonal(4)"), ("KFAC", "dense")]
+MORE = [*FEW, ("SINGD", "diagonal"), ("SINGD", "dense"), ("IKFAC", "triu")]
 
 
 # --- Scenarios --------------------------------------------------------------------------------------------
@@ -273,56 +164,6 @@ def messages():
                 per_step.append(sent)
             found[f"{kind} {structure}"] = per_step
     return found
-
-
-def work():
-    """Updates that are divided among processes: how many each makes, and what becomes of it."""
-    found = {}
-    for optimizer in ("SINGD", "KFAC"):
-        settings = {"optimizer": optimizer, "structure": "dense"}
-        one = Training("attention", "one", **settings).run(10)
-        for kind in ("ddp", "fsdp"):
-            training = Training("attention", kind, share_work=True, **settings)
-            made, update = [], training.optimizer._update_here
-
-            def counting(layers, *rest, made=made, update=update):
-                made.extend(layers)
-                update(layers, *rest)
-
-            training.optimizer._update_here = counting
-            training.run(10)
-            layers = len(training.optimizer._layers)
-            updates = sum(s.get("updates", 0) for s in training.optimizer.state.values())
-            equal = are_equal_everywhere(training)
-            found[f"{kind} {optimizer}"] = [difference(training, one), len(made) / updates, layers, equal]
-    return found
-
-
-def tensor_parallel():
-    """A weight that is shared out by its columns: refused, or AdamW's."""
-    mesh = init_device_mesh("cpu", (world(),))
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    parallelize_module(model, mesh, plan)
-    refused = []
-    for layer in (model[0], model[2]):
-        try:
-            ingot.SINGD(model, layer.parameters())
-        except ValueError as error:
-            refused.append(str(error))
-    optimizer = ingot.SINGD(model, params=[{"params": "*", "precondition": False}])
-    losses = []
-    x, y = torch.randn(16, 8), torch.randint(0, 4, (16,))
-    dist.broadcast(x, 0)
-    dist.broadcast(y, 0)
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"refused": refused, "losses": [losses[0], losses[-1]]}
 
 
 def sharded_loops():
@@ -470,17 +311,22 @@ def whole_state():
     }
 
 
+def in_float32(*families):
+    """With the default learning rate: round-off grows with the steps."""
+    found = {}
+    for name, family in families:
+        differences = trajectories(name, family, torch.float32, lr=1e-3)
+        found |= {f"{name} {key}": value for key, value in differences.items()}
+    return found
+
+
 SCENARIOS = {
     "cnn": lambda: trajectories("cnn", FAMILY),
     "gpt2": lambda: trajectories("gpt2", FEW),
     "gpt2 all": lambda: trajectories("gpt2", FAMILY),
     "attention": lambda: trajectories("attention", FAMILY),
-    # With the default learning rate: round-off grows with the steps.
-    "float32": lambda: {
-        f"{name} {key}": value
-        for name in ("cnn", "gpt2")
-        for key, value in trajectories(name, FEW, torch.float32, lr=1e-3).items()
-    },
+    "float32": lambda: in_float32(("cnn", FEW), ("attention", MORE[2:3])),
+    "float32 more": lambda: in_float32(("cnn", MORE), ("gpt2", MORE)),
 }
 for scenario in (
     loops,
@@ -495,8 +341,13 @@ for scenario in (
 ):
     SCENARIOS[scenario.__name__] = scenario
 SCENARIOS |= {
-    "work": work,
-    "tensor_parallel": tensor_parallel,
+    "work": replicas.work,
+    "division": replicas.division,
+    "joined": replicas.joined,
+    "tensor_parallel": tensor_parallel.trajectories,
+    "tensor_parallel all": tensor_parallel.all_structures,
+    "tensor_parallel loops": tensor_parallel.loops,
+    "tensor_parallel refused": tensor_parallel.refused,
     "saved": saved,
     "resumed": resumed,
     "whole_state": whole_state,
@@ -505,9 +356,8 @@ SCENARIOS |= {
 
 def main():
     torch.set_num_threads(1)
-    make_torchvision_importable()
     if torch.distributed.is_torchelastic_launched():
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     results, *scenarios = sys.argv[1:]
     found = {}
     for text in scenarios:
