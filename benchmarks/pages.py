@@ -99,6 +99,7 @@ FIGURES: Mapping[str, Picture] = {
     "lab_digits.png": Picture(_error_curves, "compare_digits"),
     "lab_vgg.png": Picture(_error_curves, "compare_vgg"),
     "lab_vgg_memory.png": Picture(_memory, "compare_vgg"),
+    "lab_cct.png": Picture(_error_curves, "compare_cct"),
     "lab_gpt.png": Picture(_error_curves, "compare_gpt"),
     "lab_gcn.png": Picture(_error_curves, "compare_gcn"),
 }
@@ -183,11 +184,13 @@ TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("docs/from_adamw.md", "bfloat16"): partial(_board, "defaults", BF16),
     ("docs/laboratory.md", "digits"): partial(_comparison, "digits"),
     ("docs/laboratory.md", "vgg"): partial(_comparison, "vgg"),
+    ("docs/laboratory.md", "cct"): partial(_comparison, "cct"),
     ("docs/laboratory.md", "gpt"): partial(_comparison, "gpt"),
     ("docs/laboratory.md", "gcn"): partial(_comparison, "gcn"),
     ("docs/precision.md", "precision"): _precision,
     ("docs/reproduce.md", "vgg"): partial(_comparison, "vgg", "test error", "peak"),
     ("docs/reproduce.md", "precision"): partial(_precision, "paper, λ = 0.0001"),
+    ("docs/reproduce.md", "cct"): partial(_comparison, "cct", "test error", "state"),
     ("docs/reproduce.md", "gcn"): partial(_comparison, "gcn", "test error", "best", without="SGD"),
 }
 """What stands between the marks of pages, by page and name."""
