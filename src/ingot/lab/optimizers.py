@@ -67,16 +67,17 @@ def _adamw(model: nn.Module, beta2: float = 0.999, **settings: Any) -> Optimizer
 
 # The paper's table: step size, weight decay, damping, the preconditioner's step size, Riemannian momentum.
 # AdamW's damping is its eps, and its preconditioner's step size 1 - β₂. Momentum is 0.9 for all of them.
-# All whose steps are on AdamW's scale have one range of learning rates.
+# All whose steps are on AdamW's scale have one range of learning rates. The default step is bounded in units
+# of the weights, which is searched in the place of what makes no difference that counts to it: the factors'
+# step size and Riemannian momentum.
 LR, WEIGHT_DECAY = Range(3e-4, 3e-2), Range(1e-5, 1e-1)
 CURVATURE = {
     "lr": LR,
     "weight_decay": WEIGHT_DECAY,
-    "damping": Range(3e-2, 10.0),
-    "precond_lr": Range(1e-2, 0.5),
+    "damping": Range(1e-2, 10.0),
+    "max_relative_step": Range(3e-3, 1e-1),
 }
-# The paper's step has another scale, and its damping is an absolute number. Riemannian momentum is searched
-# there alone: it makes no difference that counts to the default step, and takes memory.
+# The paper's step has another scale, and its damping is an absolute number.
 OF_PAPER = {
     "lr": Range(1e-4, 1e-1),
     "weight_decay": WEIGHT_DECAY,
