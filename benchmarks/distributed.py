@@ -25,7 +25,8 @@ from ingot.planning import plan
 
 EVERY = 20
 STRUCTURES = ("diagonal", "block_diagonal(32)", "dense")
-SENT = {"all_reduce": 0, "all_gather_into_tensor": 1, "all_to_all_single": 1}
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+SENT = {"all_reduce": 0, ALL_GATHER: 1, "all_to_all_single": 1}
 """Messages, and which argument of each is what a process sends."""
 
 

@@ -54,8 +54,14 @@ class Processes(NamedTuple):
         """What each of those has, of so many numbers."""
         mine = nn.functional.pad(flat, (0, max(sizes) - len(flat)))
         every = mine.new_empty(len(sizes) * max(sizes))
-        dist.all_gather_into_tensor(every, mine, group=self.groups[-1])
+        _all_gather(every, mine, self.groups[-1])
         return [part[:size] for part, size in zip(every.split(max(sizes)), sizes, strict=True)]
+
+
+def _all_gather(every: Tensor, mine: Tensor, group: Group) -> None:
+    # Its name since torch 2.13, where the old one warns.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(every, mine, group=group)
 
 
 def are_several() -> bool:
@@ -305,7 +311,7 @@ class Shard:
         ]
         mine = torch.cat(padded)
         flat = mine.new_empty(self.count * len(mine))
-        dist.all_gather_into_tensor(flat, mine, group=self.group)
+        _all_gather(flat, mine, self.group)
         sizes = [n * width for n, width in zip(lead, widths, strict=True)]
         columns = flat.view(self.count, -1).split(sizes, dim=1)
         found = []

@@ -99,7 +99,6 @@ def process_group():
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor. is deprecated:FutureWarning")  # in torch 2.13
 def test_factors_that_are_shared_out_come_whole():
     def run(shard: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)

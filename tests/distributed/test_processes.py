@@ -6,6 +6,7 @@ import os
 import pytest
 
 from tests.distributed.launch import found_by, once
+from tests.distributed.training import ALL_GATHER
 from tests.distributed.worker import resumed
 
 EXACT, SHORT = 1e-12, 2e-6  # the latter is round-off: most are below 1e-6, triangles above
@@ -60,8 +61,8 @@ def test_updates_and_natural_gradients_are_divided(found):
 
 def test_natural_gradients_are_divided_where_it_pays(found):
     sent, kept = found["division"]["dense None"]
-    assert list(sent) == ["all_gather_into_tensor"]
-    assert sent["all_gather_into_tensor"][0] == 1
+    assert list(sent) == [ALL_GATHER]
+    assert sent[ALL_GATHER][0] == 1
     assert kept == 2  # products of factors are where they are needed
     for other in ("dense False", "block_diagonal(32) None"):
         assert found["division"][other] == [{}, 4]

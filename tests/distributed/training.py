@@ -13,6 +13,7 @@ import ingot
 from tests.distributed import models
 
 STEPS = 30
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 def rank():
@@ -115,7 +116,7 @@ def is_same_everywhere(tensors):
 def counted():
     """Messages that are sent within, by name, and their bytes."""
     found = {}
-    names = ("all_reduce", "all_gather_into_tensor", "all_to_all_single")
+    names = ("all_reduce", ALL_GATHER, "all_to_all_single")
     before = {name: getattr(dist, name) for name in names}
 
     def counting(name):
