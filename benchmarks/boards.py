@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
+from itertools import chain
 from math import inf, isfinite
 
-from benchmarks.headline import MAIN, NAMES, tasks_in_order
+from benchmarks.headline import MAIN, NAMES, TITLES, tasks_in_order
 from benchmarks.stored import Boards
 from ingot.lab.scoreboard import REFERENCE, Standing, verdict
 from ingot.lab.tables import markdown_table
@@ -22,9 +23,9 @@ def loss(one: Standing | None, digits: int = 3) -> str:
     return f"{one.loss:.{digits}f}" + (f" ± {one.loss_error:.{digits}f}" if isfinite(one.loss_error) else "")
 
 
-def losses_and_errors(board: Board) -> str:
-    """All optimizers on all tasks: losses with standard errors, and how many classes are wrong."""
-    labels = list(dict.fromkeys(label for of in board.values() for label in of))
+def losses_and_errors(board: Board, without: Container[str] = ()) -> str:
+    """Optimizers on all tasks: losses with standard errors, and how many classes are wrong."""
+    labels = [label for label in dict.fromkeys(chain(*board.values())) if label not in without]
     rows = []
     for task, of in board.items():
         cells = [loss(of.get(label), _digits([of])) + _error(of.get(label)) for label in labels]
@@ -44,7 +45,7 @@ def _error(one: Standing | None) -> str:
 
 def results(boards: Boards) -> str:
     """The README's table: the library's default optimizer beside the reference, phase by phase."""
-    shown = {phase: board for phase, board in boards.items() if tasks_in_order(board)}
+    shown = {phase: board for phase, board in boards.items() if phase in TITLES and tasks_in_order(board)}
     tasks = list(dict.fromkeys(task for board in shown.values() for task in tasks_in_order(board)))
     columns, rows = ["test loss"], [[NAMES.get(task, task)] for task in tasks]
     last, means = ["ahead of AdamW"], ["geometric mean"]

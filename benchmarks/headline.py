@@ -59,7 +59,7 @@ def percent(share: float) -> str:
 
 def plot(boards: Boards) -> Figure:
     """A panel for each phase, a line for each task."""
-    boards = {phase: board for phase, board in boards.items() if tasks_in_order(board)}
+    boards = {phase: board for phase, board in boards.items() if phase in TITLES and tasks_in_order(board)}
     height = 1.3 + 0.3 * max(len(board) for board in boards.values())
     figure = Figure(figsize=(4.7 * len(boards), height), layout="constrained")
     figure.patch.set_alpha(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -109,8 +109,12 @@ FIGURES: Mapping[str, Picture] = {
 # --- Tables -----------------------------------------------------------------------------------------------
 
 
-def _board(phase: str, source: str = BOARD) -> str:
-    return boards.losses_and_errors(load_boards(stored.FOLDER / f"{source}.json")[phase])
+PEERS, OWN = ("SGD", "Muon", "SOAP", "official"), ("SINGD diagonal", "control")
+"""Optimizers that two tables of one board share out, beside those that both have."""
+
+
+def _board(phase: str, source: str = BOARD, without: Sequence[str] = ()) -> str:
+    return boards.losses_and_errors(load_boards(stored.FOLDER / f"{source}.json")[phase], without)
 
 
 def _results() -> str:
@@ -179,7 +183,9 @@ def _precision(only: str = "") -> str:
 TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("README.md", "results"): _results,
     ("README.md", "structures"): _structures,
-    ("docs/from_adamw.md", "defaults"): partial(_board, "defaults"),
+    ("docs/from_adamw.md", "defaults"): partial(_board, "defaults", without=PEERS),
+    ("docs/from_adamw.md", "peers"): partial(_board, "defaults", without=OWN),
+    ("docs/from_adamw.md", "in time"): partial(_board, f"in {REFERENCE}'s time"),
     ("docs/from_adamw.md", "tuned"): partial(_board, "tuned"),
     ("docs/from_adamw.md", "bfloat16"): partial(_board, "defaults", BF16),
     ("docs/laboratory.md", "digits"): partial(_comparison, "digits"),
