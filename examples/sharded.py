@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 --max-restarts 3 examples/sharded.py
 """
 
+import gc
 import sys
 from pathlib import Path
 
@@ -43,8 +44,9 @@ def main(folder="runs/sharded", epochs=8):
         accuracy = (model(images[1408:]).argmax(1) == labels[1408:]).float().mean()
     if dist.get_rank() == 0:
         print(f"accuracy: {accuracy:.3f}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    gc.collect()  # the model, which would keep up what is ended here
+    dist.destroy_process_group()

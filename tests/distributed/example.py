@@ -13,6 +13,7 @@ from torch import distributed as dist
 
 import ingot
 from ingot.lab.torchvision_ops import make_torchvision_importable
+from tests.distributed.training import leave
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -65,3 +66,4 @@ def _compare(optimizer):
 
 if __name__ == "__main__":
     main()
+    leave()

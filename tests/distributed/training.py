@@ -1,6 +1,7 @@
 """Trainings that tests compare: alone, as replicas, in shards or by tensor parallelism."""
 
 import contextlib
+import gc
 
 import torch
 from torch import distributed as dist
@@ -22,6 +23,17 @@ def rank():
 
 def world():
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def leave():
+    """End what connects this process with others, after all that holds on to it is gone.
+
+    Models in shards are in cycles. With them groups outlive their end, and torch aborts in some exits.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
 
 
 class Training:

@@ -18,7 +18,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tests.distributed import models
-from tests.distributed.training import Training, difference
+from tests.distributed.training import Training, difference, leave
 
 STEPS = 6
 
@@ -65,8 +65,8 @@ def main():
         dcp.save(state, checkpoint_id=folder / f"step{index:02d}")
     one = Training("cnn", "one").run(STEPS)
     (folder / f"result{dist.get_rank()}").write_text(f"{len(done)} {difference(training, one)}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    leave()

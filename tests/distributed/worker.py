@@ -24,7 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import ingot
 from tests.distributed import models, replicas, tensor_parallel
-from tests.distributed.training import Training, are_equal_everywhere, counted, difference, rank, world
+from tests.distributed.training import Training, are_equal_everywhere, counted, difference, leave, rank, world
 
 STRUCTURES = (
     "dense",
@@ -365,8 +365,7 @@ def main():
         found[name] = SCENARIOS[name](*arguments)
     if rank() == 0:
         Path(results).write_text(json.dumps(found))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """``ingot``, or ``python -m ingot.lab``."""
 
+import gc
 import sys
 
 
@@ -19,6 +20,7 @@ def _leave_processes() -> None:
     """End what connects this process with others, if anything does: torch may abort if nobody does."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        gc.collect()  # models, which would keep up what is ended here
         distributed.destroy_process_group()
 
 
