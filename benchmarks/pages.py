@@ -185,7 +185,7 @@ TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("README.md", "structures"): _structures,
     ("docs/from_adamw.md", "defaults"): partial(_board, "defaults", without=PEERS),
     ("docs/from_adamw.md", "peers"): partial(_board, "defaults", without=OWN),
-    ("docs/from_adamw.md", "in time"): partial(_board, f"in {REFERENCE}'s time"),
+    ("docs/from_adamw.md", "in_time"): partial(_board, f"in {REFERENCE}'s time"),
     ("docs/from_adamw.md", "tuned"): partial(_board, "tuned"),
     ("docs/from_adamw.md", "bfloat16"): partial(_board, "defaults", BF16),
     ("docs/laboratory.md", "digits"): partial(_comparison, "digits"),
