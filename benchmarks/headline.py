@@ -7,7 +7,6 @@ from math import hypot, isfinite
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from benchmarks.stored import Boards
@@ -31,8 +30,7 @@ NAMES = {
 TITLES = {"defaults": "default settings", "tuned": "each tuned"}
 MAIN = "SINGD"
 INK, AHEAD, BEHIND = "#7d8590", "#1f9e77", "#e07b39"
-MARKERS = "sD^vPX"
-LIMITS = (0.25, 1.6)
+LIMITS = (0.2, 1.75)
 """Of the axis: what is beyond stands at its edge."""
 
 
@@ -64,32 +62,18 @@ def plot(boards: Boards) -> Figure:
     figure = Figure(figsize=(4.7 * len(boards), height), layout="constrained")
     figure.patch.set_alpha(0)
     panels = figure.subplots(1, len(boards), squeeze=False, sharey=len(boards) > 1)[0]
-    others = list(dict.fromkeys(label for b in boards.values() for of in b.values() for label in of))
-    others = [label for label in others if label not in (MAIN, REFERENCE)]
     tasks = _in_order({task for board in boards.values() for task in tasks_in_order(board)})
     for axes, (phase, board) in zip(panels, boards.items(), strict=True):
-        _draw(axes, board, tasks, others)
+        _draw(axes, board, tasks)
         title = f"{MAIN} beside {REFERENCE}, {TITLES.get(phase, phase)}"
         axes.set_title(title, fontsize=11, color=INK, loc="left", fontweight="bold")
     figure.supxlabel(f"test loss relative to {REFERENCE}'s, with its standard error", fontsize=10, color=INK)
-    if others:
-        handles = [_handle(MAIN, "o", AHEAD)]
-        handles += [_handle(label, MARKERS[i % len(MARKERS)], INK) for i, label in enumerate(others)]
-        legend = {"ncols": len(handles), "frameon": False, "labelcolor": INK, "fontsize": 9}
-        figure.legend(handles=handles, loc="outside upper center", **legend)
     return figure
 
 
-def _draw(
-    axes: Axes, board: Mapping[str, Mapping[str, Standing]], tasks: list[str], others: list[str]
-) -> None:
+def _draw(axes: Axes, board: Mapping[str, Mapping[str, Standing]], tasks: list[str]) -> None:
     here = tasks_in_order(board)
     for place, task in ((tasks.index(task), task) for task in here):
-        for index, label in enumerate(others):
-            if label in board[task]:
-                share = min(max(relative(board[task], label)[0], LIMITS[0]), LIMITS[1])
-                marker = MARKERS[index % len(MARKERS)]
-                axes.plot(share, place, marker, color=INK, markersize=4, alpha=0.7, zorder=2, clip_on=False)
         _draw_main(axes, place, *relative(board[task], MAIN))
     mean = geometric_mean([relative(board[task], MAIN)[0] for task in here])
     axes.axhline(len(tasks) - 0.5, color=INK, linewidth=0.6, alpha=0.5)
@@ -117,7 +101,3 @@ def _draw_main(axes: Axes, place: int, share: float, spread: float) -> None:
     text = percent(share) if isfinite(share) else "diverged"
     beside = shown + offset * (0.035 + min(spread, 0.2))
     axes.text(beside, place, text, ha=side, va="center", fontsize=8.5, color=colour, fontweight="bold")
-
-
-def _handle(label: str, marker: str, colour: str) -> Line2D:
-    return Line2D([], [], marker=marker, color=colour, linestyle="", markersize=5, label=label)
