@@ -67,6 +67,13 @@ def test_what_is_searched_is_a_setting(name):
     train(model := network(), chosen.with_settings(middle).make(model))
 
 
+@pytest.mark.parametrize("name", ["SINGD", "INGD", "IKFAC", "KFAC"])
+def test_the_papers_step_is_searched_over_the_papers_table(name):
+    rows = {"lr", "weight_decay", "damping", "precond_lr"}
+    rows |= {"precond_momentum"} if name in ("SINGD", "INGD") else set()
+    assert choose(f"{name} paper").space.keys() == rows
+
+
 def test_damping_is_searched_in_its_own_units():
     """Absolute in the paper's step; in units of the curvature else, with the default well inside."""
     ours, paper = choose("SINGD").space["damping"], choose("SINGD paper").space["damping"]
