@@ -1,5 +1,6 @@
 """The search: what it looks at, that nothing is lost, and that several processes share one study."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -180,19 +181,25 @@ def finished(url: str) -> list[optuna.trial.FrozenTrial]:
 
 def test_an_interrupted_search_loses_no_finished_trial(tmp_path):
     url = f"sqlite:///{tmp_path / 'study.db'}"
-    words = command(tmp_path, url, "--trials", "14")
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    # More than there is time for; and a signal may come while Python is where it cannot raise.
+    process = subprocess.Popen(
+        command(tmp_path, url, "--trials", "2000"), stdout=subprocess.PIPE, text=True, bufsize=1
+    )
     lines = [process.stdout.readline() for _ in range(2)]
-    process.send_signal(signal.SIGINT)
-    process.communicate()
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=10)
     assert process.returncode == 130
     before = {trial.number: trial.value for trial in finished(url)}
     assert len(before) >= 2
     assert all(line.startswith("trial") for line in lines)
+    wanted = len(before) + 3
+    words = command(tmp_path, url, "--trials", str(wanted))
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     after = finished(url)
-    assert len(after) == 14
-    assert f"14 finished trials in {url}" in done.stdout
+    assert len(after) == wanted
+    assert f"{wanted} finished trials in {url}" in done.stdout
     assert {t.number: t.value for t in after if t.number in before} == before
 
 
