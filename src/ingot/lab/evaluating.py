@@ -23,7 +23,7 @@ from ingot.lab.suite import EVALUATIONS, suite_task
 from ingot.lab.summary import Group
 from ingot.lab.task import Task
 from ingot.lab.training import Loop, Trainer
-from ingot.lab.tuning import Search, complete, held_out, is_finished, run_search, url_of
+from ingot.lab.tuning import Search, finalists, held_out, is_finished, run_search, url_of
 
 FRESH_SEED = 100
 """Tuned settings are judged from seeds from here on, which the search has not seen."""
@@ -180,8 +180,9 @@ def tune_one(tuning: Tuning) -> Tuned:
     """Search, or go on searching, and return the best settings."""
     folder = tuning.out / "searches" / tuning.task
     folder.mkdir(parents=True, exist_ok=True)
+    task = _task(tuning.task, tuning.data_dir)
     search = Search(
-        held_out(_task(tuning.task, tuning.data_dir)),
+        held_out(task),
         tuning.chosen,
         tuning.loop,
         tuning.chosen.label,
@@ -189,13 +190,14 @@ def tune_one(tuning: Tuning) -> Tuned:
         prune=False,
     )
     study = run_search(search, tuning.trials, lambda trial: None)
-    ended, best = [t for t in study.get_trials() if is_finished(t)], complete(study)
+    ended = [trial for trial in study.get_trials() if is_finished(trial)]
+    best = finalists(study, search, task)
     if not best:
         raise ValueError(
             f"none of {len(ended)} trials of {tuning.chosen.label} on {tuning.task} came to an end"
         )
     lost = sum(bool(trial.user_attrs.get("diverged")) for trial in ended)
-    return Tuned(best[0].params, best[0].values[0], len(ended), lost)
+    return Tuned(best[0].params, best[0].loss, len(ended), lost)
 
 
 # --- Many of them -----------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import optuna
 import torch
@@ -21,6 +22,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from torch.utils.data import Dataset, Subset
 
 from ingot.lab.optimizers import Chosen
+from ingot.lab.records import Run
 from ingot.lab.task import Task, Tensors
 from ingot.lab.training import Loop, Progress, Trainer
 
@@ -36,6 +38,9 @@ STUDY = "study.db"
 
 HELD_OUT = 5
 """One of so many training examples is held out to judge trials by; the test set has no say."""
+
+FINALISTS, FINALS = 4, 2
+"""So many trials, the best ones, are trained so many times more: one seed and a few examples may err."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,8 @@ class Search:
         return {key: str(value) for key, value in said.items()}
 
 
-def held_out(task: Task) -> Task:
-    """The task with its validation data to judge by, or with a part of its training data."""
+def held_out(task: Task, part: int = 0) -> Task:
+    """The task with its validation data to judge by, or with one of the parts of its training data."""
     if task.validation is not None:
         return replace(task, test=task.validation)
     examples = len(task.train)  # type: ignore[arg-type]
@@ -80,7 +85,8 @@ def held_out(task: Task) -> Task:
     cut = examples // HELD_OUT
     if not cut:
         raise ValueError(f"{task.title} has {examples} training examples: too few to hold some out")
-    return replace(task, train=_part(task.train, order[cut:]), test=_part(task.train, order[:cut]))
+    before, held, behind = order.split((part * cut, cut, examples - (part + 1) * cut))
+    return replace(task, train=_part(task.train, torch.cat((before, behind))), test=_part(task.train, held))
 
 
 def _part(data: Dataset[Any], indices: torch.Tensor) -> Dataset[Any]:
@@ -197,10 +203,10 @@ def run_search(search: Search, trials: int, tell: Callable[[FrozenTrial], None])
         study.sampler = SAMPLERS[search.sampler](seed=(search.seed << 20) + trial.number)
         chosen = search.chosen.with_settings(suggest(trial, search.chosen))
         run = Trainer(search.task, chosen, search.seed, search.loop).train(watch)
-        last = run.records[-1]
-        trial.set_user_attr("error", last.error if isfinite(last.error) else None)
+        error = run.records[-1].error
+        trial.set_user_attr("error", error if isfinite(error) else None)
         trial.set_user_attr("diverged", run.has_diverged)
-        return last.test_loss if isfinite(last.test_loss) else inf
+        return _last_loss(run)
 
     def after(study: optuna.Study, trial: FrozenTrial) -> None:
         tell(trial)
@@ -210,6 +216,36 @@ def run_search(search: Search, trials: int, tell: Callable[[FrozenTrial], None])
     if sum(map(is_finished, study.get_trials(deepcopy=False))) < trials:
         study.optimize(objective, callbacks=[after], catch=())
     return study
+
+
+def _last_loss(run: Run) -> float:
+    loss = run.records[-1].test_loss
+    return loss if isfinite(loss) else inf
+
+
+class Finalist(NamedTuple):
+    """One of the best trials, and the mean of its losses."""
+
+    params: dict[str, float]
+    loss: float
+
+
+def finalists(study: optuna.Study, search: Search, task: Task) -> list[Finalist]:
+    """The best trials of a study, each trained again from other seeds, with other examples held out.
+
+    The best in the mean comes first. What was trained before is not trained again.
+    """
+    found = []
+    for trial in complete(study)[:FINALISTS]:
+        chosen, key = search.chosen.with_settings(trial.params), f"finals of trial {trial.number}"
+        if key not in study.user_attrs:
+            finals = [
+                Trainer(held_out(task, part), chosen, search.seed + part, search.loop).train()
+                for part in range(1, 1 + FINALS)
+            ]
+            study.set_user_attr(key, [_last_loss(run) for run in finals])
+        found.append(Finalist(trial.params, fmean([trial.values[0], *study.user_attrs[key]])))
+    return sorted(found, key=lambda finalist: finalist.loss)
 
 
 def _check_same(before: Mapping[str, str], search: Search) -> None:
