@@ -210,7 +210,7 @@ class SteppingOptimizer(UpdatingOptimizer):
         return layer.pending is not None and self.state[layer.weight]["updates"] % every == 1 % every
 
     def _note_gain(self, layer: Layer, long: Number, short: Number) -> None:
-        """Keep how much longer the natural gradient is than the plain one, for the diagnostics."""
+        """Keep how much longer the natural gradient is than the plain one: a momentum is measured by it."""
         gain, state = long / stability.at_least_tiny(short), self.state[layer.weight]
         _note(state, "gain", where(is_finite(gain), gain, number(state["gain"])))
 
