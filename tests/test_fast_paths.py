@@ -512,7 +512,7 @@ COMPILED = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is depre
 def test_compiled_steps():
     with patch.object(stepping, "take_steps", wraps=compiled.take_steps) as taken:
         found = faulty_training(compile=True)
-    assert taken.call_count == 4  # of five past the first steps: at one, natural gradients are looked at
+    assert taken.call_count == 5
     # Where a gradient was refused, steps have other lengths, but none is longer than three usual ones.
     for actual, expected in zip(found[:20], faulty_training()[:20], strict=True):
         assert (actual - expected).abs().max() < 0.03

@@ -243,31 +243,3 @@ def test_no_momentum_no_step():
     assert torch.isfinite(
         stability.step_length(0.1, 0.1, torch.tensor(0.0), torch.tensor(1.0), 5, 0.03) * torch.zeros(3)
     ).all()
-
-
-@given(size=st.floats(1e-6, 1e6), level=st.floats(1e-6, 1e6), scale=st.floats(1e-3, 1e3))
-@settings(deadline=None)
-def test_what_is_left_of_the_bound_where_gradients_have_fallen(size, level, scale):
-    """All of it down to half of the level, less in proportion below, in whatever units, at hand or not."""
-    left = stability.share_left(size, level)
-    assert left == pytest.approx(min(1.0, 2 * size / level))
-    assert stability.share_left(scale * size, scale * level) == pytest.approx(left)
-    tensors = (torch.tensor(number, dtype=torch.float64) for number in (size, level))
-    assert float(stability.share_left(*tensors)) == pytest.approx(left)
-
-
-def test_no_gradient_says_nothing_of_how_far_to_go():
-    assert stability.share_left(0.0, 3.0) == stability.share_left(0.0, 0.0) == 1.0
-    assert stability.new_level(3.0, 0.0) == 3.0
-
-
-def test_a_level_begins_with_the_first_size_rises_fast_and_falls_slowly():
-    assert stability.new_level(0.0, 5.0) == 5.0
-    assert stability.new_level(1.0, 2.0) == pytest.approx(1.1)
-    assert stability.new_level(2.0, 1.0) == pytest.approx(1.99)
-
-
-def test_sizes_in_units_of_the_plain_gradient():
-    assert stability.plain_size(6.0, 3.0) == 2.0
-    assert stability.plain_size(6.0, 0.0) == 6.0  # no natural gradient was looked at so far
-    assert math.isfinite(torch.tensor(stability.plain_size(1e38, 1e-30)).item())

@@ -38,20 +38,28 @@ class Moving(NamedTuple):
     shrinking: tuple[Tensor, ...]
     rate: Tensor
     usual: Tensor
-    gain: Tensor
-    level: Tensor
 
 
-Found: TypeAlias = list[tuple[Tensor, Tensor, Tensor]]
+Found: TypeAlias = list[tuple[Tensor, Tensor]]
 Function: TypeAlias = Callable[[list[Moving]], Found]
 
 
 def take_steps(layers: list[tuple[Layer, list[Part], Scales]]) -> Found:
-    """Move these layers' weights; returns each one's usual size, its level, and whether it was trusted."""
-    function = _function(
-        tuple(tuple(part.group["max_relative_step"] for part in parts) for _, parts, _ in layers)
-    )
+    """Move these layers' weights; returns the usual size of each momentum, and whether it was trusted."""
+    function = _function(tuple(_bounds(layer, parts) for layer, parts, _ in layers))
     return function([_moving(*one) for one in layers])
+
+
+def _bounds(layer: Layer, parts: list[Part]) -> Bounds:
+    return tuple(_bound(part, layer.structures[0].dim) for part in parts)
+
+
+def _bound(part: Part, d_i: int) -> float | None:
+    """The bound on a relative step, if the learning rate may exceed it."""
+    bound: float | None = part.group["max_relative_step"]
+    peak = part.peak_lr
+    may_bind = bound is None or isinstance(peak, Tensor) or stability.may_bind(peak, d_i, bound)
+    return bound if may_bind else None
 
 
 def _moving(layer: Layer, parts: list[Part], scales: Scales) -> Moving:
@@ -67,7 +75,7 @@ def _moving(layer: Layer, parts: list[Part], scales: Scales) -> Moving:
         tuple(_beside(part, part.peak_lr) for part in parts),
         tuple(_beside(part, 1 - part.lr * part.group["weight_decay"]) for part in parts),
         _beside(parts[0], parts[0].group["momentum"]),
-        *(parts[0].state[key] for key in ("size", "gain", "level")),
+        parts[0].state["size"],
     )
 
 
@@ -87,7 +95,7 @@ def _function(layers: tuple[Bounds, ...]) -> Function:
     return torch.compile(step, dynamic=False)
 
 
-def _step(bounds: Bounds, moving: Moving) -> tuple[Tensor, Tensor, Tensor]:
+def _step(bounds: Bounds, moving: Moving) -> tuple[Tensor, Tensor]:
     rows, columns, of_bias = moving.scales
     matrix, *bias = moving.gradients
     natural = [matrix * rows * columns, *(g * of_bias for g in bias if of_bias is not None)]
@@ -97,9 +105,6 @@ def _step(bounds: Bounds, moving: Moving) -> tuple[Tensor, Tensor, Tensor]:
     trusted: Any = stability.is_usual(size, usual, stability.SETTLED_STEPS)
     new = [torch.where(trusted, m, o) for m, o in zip(new, old, strict=True)]
     size_taken = torch.where(trusted, size, usual)  # about that of the old momentum, without another pass
-    plain = stability.plain_size(size_taken, moving.gain)
-    level: Any = stability.new_level(moving.level, plain)
-    left = stability.share_left(plain, level)
     d_i = matrix.shape[-1] + len(bias)
     is_bounded = any(bound is not None for bound in bounds)
     weight_size = _root_mean_square([moving.weights[0]]) if is_bounded else 0.0
@@ -107,12 +112,11 @@ def _step(bounds: Bounds, moving: Moving) -> tuple[Tensor, Tensor, Tensor]:
     for w, m, momentum, (lr, peak, shrinking, bound) in zip(
         moving.weights, new, moving.momenta, rates, strict=True
     ):
-        bound_now = None if bound is None else bound * left
-        length = stability.step_length(lr, peak, size_taken, weight_size, d_i, bound_now)
+        length = stability.step_length(lr, peak, size_taken, weight_size, d_i, bound)
         w.mul_(shrinking).sub_(length * m)
         momentum.copy_(m)
     found: Any = stability.usual_size(usual, size, trusted)
-    return found, level, trusted
+    return found, trusted
 
 
 def _root_mean_square(tensors: list[Tensor]) -> Tensor:

@@ -106,8 +106,7 @@ class NaturalGradient(JoiningOptimizer):
         relative_damping: Whether ``damping`` is in units of the mean traces of U and G.
         factor_start: ``"identity"``, or ``"trace"`` for the multiple of it that fits the first batch.
         normalize_step: Whether a layer's update is scaled to a root mean square of ``lr``.
-        max_relative_step: Bound on that root mean square in units of the weights' own, or None. It goes down
-            with the schedule, and where gradients have fallen below half of their usual size.
+        max_relative_step: Bound on that root mean square in units of the weights' own, or None.
         decoupled_weight_decay: Whether weight decay acts beside the momentum, as in AdamW, not inside it.
         maximize: Whether to climb instead of to descend.
         stochastic_rounding: Whether bfloat16 parameters are rounded up or down at random, so that changes

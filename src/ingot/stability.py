@@ -30,14 +30,7 @@ def warmed_rate(lr: float, updates: int) -> float:
     return max(lr, 1 / (updates + 2))
 
 
-LARGEST = torch.finfo(torch.float32).max / 1e3
-"""No size is kept that is larger than this."""
-
 # --- The step of the weights ----------------------------------------------------------------------------
-
-
-FALLEN = 0.5
-"""A momentum of less than this share of its usual size has fallen: there is less to follow than there was."""
 
 
 def may_bind(peak: float, d_i: int, max_relative: float) -> bool:
@@ -45,34 +38,8 @@ def may_bind(peak: float, d_i: int, max_relative: float) -> bool:
     return peak > max_relative * (3 * d_i) ** -0.5
 
 
-def share_left(size: Number, level: Number) -> Number:
-    """How much of the bound on a relative step is left to a momentum that has fallen below its usual level.
-
-    A normalized step is as long however small gradients become: a model that fits all its examples would be
-    moved as far as before. Large steps are to become shorter there, as Adam's do. Sizes are to be in units of
-    the plain gradient: natural gradients become longer where gradients vanish, and the curvature with them.
-    """
-    return where(size > 0, least(size / at_least_tiny(FALLEN * level), 1.0), 1.0)
-
-
-def plain_size(size: Number, gain: Number) -> Number:
-    """A momentum's size in units of the plain gradient; ``gain`` is 0 before a natural one was looked at."""
-    return least(size / where(gain > 0, at_least_tiny(gain), 1.0), LARGEST)
-
-
-def new_level(level: Number, size: Number) -> Number:
-    """The level after a momentum of this size, which it follows fast upwards and slowly downwards."""
-    rate = where(size > level, 0.1, 0.01)
-    return where(level > 0, where(size > 0, level + rate * (size - level), level), size)
-
-
 def step_length(
-    lr: Number,
-    peak: Number,
-    momentum_rms: Number,
-    weight_rms: Number | None,
-    d_i: int,
-    max_relative: Number | None,
+    lr: Number, peak: Number, momentum_rms: Number, weight_rms: Number, d_i: int, max_relative: float | None
 ) -> Number:
     """What a layer's momentum is multiplied with so that its weights change by about ``lr``, as AdamW's do.
 
@@ -81,7 +48,6 @@ def step_length(
     it falls with the schedule: a bound that did not would hold the last steps at the length of the first.
     """
     if max_relative is not None:
-        assert weight_rms is not None
         bound = max_relative * greatest(weight_rms, (3 * d_i) ** -0.5)
         lr = lr * least(bound / at_least_tiny(peak), 1.0)
     return lr / at_least_tiny(momentum_rms)
@@ -135,5 +101,7 @@ def usual_size(usual: Number, size: Number, trusted: Flag) -> Number:
 
     A size that is not trusted makes more usual, since the next may be like it. No gradient has no size.
     """
-    risen = least(100 * usual, LARGEST)
-    return where(trusted, new_level(usual, size), risen)
+    risen = least(100 * usual, torch.finfo(torch.float32).max / 2 / OUTLIER)
+    rate = where(size > usual, 0.1, 0.01)
+    average = where(usual > 0, usual + rate * (size - usual), size)
+    return where(trusted, where(size > 0, average, usual), risen)

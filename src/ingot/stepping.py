@@ -22,7 +22,7 @@ from ingot.structures import Square
 from ingot.updating import UpdatingOptimizer
 
 GAIN_EVERY = 10
-"""How long natural gradients are is noted at a factor update, but once in so many steps: it takes time."""
+"""How long natural gradients are is noted at one of so many factor updates: it takes time."""
 
 
 class Begun(NamedTuple):
@@ -58,10 +58,9 @@ class SteppingOptimizer(UpdatingOptimizer):
             else:
                 found.setdefault(layer.weight.device, []).append((layer, parts, scales))
         for several in found.values():
-            for (layer, *_), (size, level, trusted) in zip(several, take_steps(several), strict=True):
+            for (layer, *_), (size, trusted) in zip(several, take_steps(several), strict=True):
                 state = self.state[layer.weight]
                 state["size"].copy_(size)
-                state["level"].copy_(level)
                 state["dropped"] = state["dropped"] + ~trusted
                 state["steps"] += 1
         return others
@@ -106,8 +105,8 @@ class SteppingOptimizer(UpdatingOptimizer):
         steps = self.state[layer.weight]["steps"]
         if steps < stability.SETTLED_STEPS or len(parts) < len(layer.parameters):
             return None
-        if self._looks_at_gain(layer):
-            return None
+        if layer.pending is not None and self.state[layer.weight]["updates"] % GAIN_EVERY == 1:
+            return None  # natural gradients are looked at
         if not all(part.is_simple for part in parts):
             return None
         same = parts[0].group["momentum"] == parts[-1].group["momentum"]
@@ -142,15 +141,14 @@ class SteppingOptimizer(UpdatingOptimizer):
         gradients = [self._gradient(p) for p in layer.parameters]
         natural = self._natural_gradient(layer, parts[0].group, gradients)
         sizes = {}
-        if self._looks_at_gain(layer):
+        if layer.pending is not None and self.state[layer.weight]["updates"] % GAIN_EVERY == 1:
             both = {"natural": natural, "gradient": gradients}
             sizes = {key: _squares(layer, tensors, layer.parameters) for key, tensors in both.items()}
         if len(parts) < len(natural):  # a gradient is missing
             natural = [n for n, p in zip(natural, layer.parameters, strict=True) if p.grad is not None]
         momenta = [part.with_momentum(n) for part, n in zip(parts, natural, strict=True)]
         sizes["momentum"] = _squares(layer, momenta, [part.p for part in parts])
-        is_read_later = layer.layout is None and is_at_hand(momenta[0])  # if it is needed at all
-        if not is_read_later and any(_bound(part) is not None for part in parts):
+        if any(self._is_bounded(layer, part) for part in parts):
             sizes["weight"] = squares([parts[0].value if parts[0].p is layer.weight else layer.weight])
         return Begun(layer, parts, momenta, sizes)
 
@@ -204,13 +202,8 @@ class SteppingOptimizer(UpdatingOptimizer):
         gradient = Part(p, self.state[p], group).gradient
         return -gradient if group["maximize"] else gradient
 
-    def _looks_at_gain(self, layer: Layer) -> bool:
-        """Whether the size of the natural gradient is to be noted at this step."""
-        every = max(1, GAIN_EVERY // self._group(layer.weight)["precond_every"])
-        return layer.pending is not None and self.state[layer.weight]["updates"] % every == 1 % every
-
     def _note_gain(self, layer: Layer, long: Number, short: Number) -> None:
-        """Keep how much longer the natural gradient is than the plain one: a momentum is measured by it."""
+        """Keep how much longer the natural gradient is than the plain one, for the diagnostics."""
         gain, state = long / stability.at_least_tiny(short), self.state[layer.weight]
         _note(state, "gain", where(is_finite(gain), gain, number(state["gain"])))
 
@@ -248,26 +241,26 @@ class SteppingOptimizer(UpdatingOptimizer):
 
     # --- Weights ----------------------------------------------------------------------------------------
 
+    def _is_bounded(self, layer: Layer, part: Part) -> bool:
+        """Whether a parameter's step may be bounded by the size of the layer's weight."""
+        bound = part.group["max_relative_step"]
+        if bound is None or not part.group["normalize_step"]:
+            return False
+        peak = part.peak_lr
+        return isinstance(peak, Tensor) or stability.may_bind(peak, layer.structures[0].dim, bound)
+
     def _lengths(
         self, layer: Layer, parts: list[Part], size: Number, weight_size: Number | None = None
     ) -> list[Number]:
         """What momenta of this size are multiplied with."""
         if not parts[0].group["normalize_step"]:
             return [part.lr for part in parts]
-        d_i, lengths, state = layer.structures[0].dim, [], self.state[layer.weight]
-        plain = stability.plain_size(size, number(state["gain"]))
-        level = stability.new_level(number(state["level"]), plain)
-        _note(state, "level", level)
-        left = stability.share_left(plain, level)
+        d_i, lengths = layer.structures[0].dim, []
         for part in parts:
-            bound, peak = _bound(part), part.peak_lr
-            if bound is not None:
-                bound = bound * left
-                if not isinstance(bound, Tensor) and not isinstance(peak, Tensor):
-                    bound = bound if stability.may_bind(peak, d_i, bound) else None
+            bound = part.group["max_relative_step"] if self._is_bounded(layer, part) else None
             if weight_size is None:
-                weight_size = None if bound is None else squares([layer.weight]).root_mean
-            lengths.append(stability.step_length(part.lr, peak, size, weight_size, d_i, bound))
+                weight_size = 0.0 if bound is None else squares([layer.weight]).root_mean
+            lengths.append(stability.step_length(part.lr, part.peak_lr, size, weight_size, d_i, bound))
         return lengths
 
     def _descend(self, part: Part, momentum: Tensor, length: Number, step: int) -> None:
@@ -311,12 +304,6 @@ class SteppingOptimizer(UpdatingOptimizer):
             for name, p in named_parameters(self._watch.model).items():
                 if p in bad:
                     self._reporter.note("gradient", name)
-
-
-def _bound(part: Part) -> Number | None:
-    """The bound on a parameter's step relative to the layer's weight, if there is one."""
-    bound: float | None = part.group["max_relative_step"]
-    return bound if part.group["normalize_step"] else None
 
 
 def _note(state: dict[str, Any], key: str, value: Number) -> None:

@@ -100,7 +100,7 @@ BAD = {
     "without contents": lambda value: value.to("meta"),
 }
 FACTORS = ["K", "C", "trace_u", "trace_g", "skipped", "trouble", "norm_m_K", "norm_m_C", "momentum_buffer"]
-FACTORS += ["size", "gain", "level", "dropped", "steps", "updates"]
+FACTORS += ["size", "gain", "dropped", "steps", "updates"]
 PLACES = [(LAYER, key) for key in FACTORS] + [(NORM, key) for key in ("step", "exp_avg", "exp_avg_sq")]
 
 
@@ -142,7 +142,7 @@ def test_counters_that_no_tensor_holds(victim):
 
 @pytest.mark.parametrize(
     ("index", "key"),
-    [(LAYER, key) for key in ("skipped", "trouble", "dropped", "size", "level", "trace_u", "trace_g")]
+    [(LAYER, key) for key in ("skipped", "trouble", "dropped", "size", "trace_u", "trace_g")]
     + [(NORM, "step"), (NORM, "exp_avg_sq")],
 )
 def test_numbers_that_are_never_negative(victim, index, key):
