@@ -454,6 +454,26 @@ def test_the_best_of_a_search_has_to_be_so_on_other_held_out_examples(small, tmp
     assert again[-1].loss == pytest.approx((lucky.value + 100.0 * FINALS) / (1 + FINALS))
 
 
+def test_finals_have_other_seeds_and_other_held_out_examples(small, tmp_path, monkeypatch):
+    from ingot.lab import evaluating, tuning
+
+    seen = []
+
+    class Noting(Trainer):
+        def __init__(self, task, chosen, seed, *others):
+            seen.append((seed, task.test.tensors[0]))
+            super().__init__(task, chosen, seed, *others)
+
+    monkeypatch.setattr(tuning, "Trainer", Noting)
+    evaluating.tune_one(
+        evaluating.Tuning("first", None, choose("AdamW"), 1, Loop(tensorboard=False), tmp_path)
+    )
+    task = evaluating._task("first", None)
+    assert [seed for seed, _ in seen] == list(range(1 + FINALS))
+    for part, (_, examples) in enumerate(seen):
+        assert examples.equal(held_out(task, part).test.tensors[0])
+
+
 def test_parts_that_are_held_out_have_no_example_in_common(small):
     from ingot.lab import evaluating
 
