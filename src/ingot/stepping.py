@@ -158,7 +158,9 @@ class SteppingOptimizer(UpdatingOptimizer):
             sizes["natural"] = _squares(layer, natural, moved)
         momenta = [part.with_momentum(n) for part, n in zip(parts, natural, strict=True)]
         sizes["momentum"] = _squares(layer, momenta, moved)
-        if any(self._is_bounded(layer, part) for part in parts):
+        # What is here is looked at when it turns out to matter; elsewhere all sizes are read at once.
+        can_wait = layer.layout is None and is_at_hand(layer.weight)
+        if not can_wait and any(self._is_bounded(layer, part, part.longest_step) for part in parts):
             sizes["weight"] = squares([parts[0].value if parts[0].p is layer.weight else layer.weight])
         return Begun(layer, parts, momenta, sizes)
 
@@ -251,12 +253,11 @@ class SteppingOptimizer(UpdatingOptimizer):
 
     # --- Weights ----------------------------------------------------------------------------------------
 
-    def _is_bounded(self, layer: Layer, part: Part) -> bool:
-        """Whether a parameter's step may be bounded by the size of the layer's weight."""
+    def _is_bounded(self, layer: Layer, part: Part, longest: Number) -> bool:
+        """Whether a parameter's step, if it is so long, may be bounded by the size of the layer's weight."""
         bound = part.group["max_relative_step"]
         if bound is None or not part.group["normalize_step"]:
             return False
-        longest = part.longest_step
         return isinstance(longest, Tensor) or stability.may_bind(longest, layer.structures[0].dim, bound)
 
     def _lengths(
@@ -271,11 +272,13 @@ class SteppingOptimizer(UpdatingOptimizer):
         agreement = stability.agreement(size, noise, rate)
         d_i, lengths = layer.structures[0].dim, []
         for part in parts:
-            bound = part.group["max_relative_step"] if self._is_bounded(layer, part) else None
-            if weight_size is None:
-                weight_size = 0.0 if bound is None else squares([layer.weight]).root_mean
+            is_bounded = self._is_bounded(layer, part, part.peak_lr * agreement)
+            bound = part.group["max_relative_step"] if is_bounded else None
+            if is_bounded and weight_size is None:
+                weight_size = squares([layer.weight]).root_mean
+            of_weight = 0.0 if weight_size is None else weight_size
             rates = part.lr, part.peak_lr
-            lengths.append(stability.step_length(*rates, size, agreement, weight_size, d_i, bound))
+            lengths.append(stability.step_length(*rates, size, agreement, of_weight, d_i, bound))
         return lengths
 
     def _descend(self, part: Part, momentum: Tensor, length: Number, step: int) -> None:
