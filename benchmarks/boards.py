@@ -8,7 +8,8 @@ from math import inf, isfinite
 
 from benchmarks.headline import MAIN, NAMES, TITLES, tasks_in_order
 from benchmarks.stored import Boards
-from ingot.lab.scoreboard import REFERENCE, Standing, verdict
+from ingot.lab.scoreboard import REFERENCE, Standing, geometric_mean, verdict
+from ingot.lab.suite import SUITE
 from ingot.lab.tables import markdown_table
 
 Board = Mapping[str, Mapping[str, Standing]]
@@ -31,6 +32,53 @@ def losses_and_errors(board: Board, without: Container[str] = ()) -> str:
         cells = [loss(of.get(label), _digits([of])) + _error(of.get(label)) for label in labels]
         rows.append((f"`{task}`", *cells))
     return markdown_table(("task", *labels), rows)
+
+
+def shares(board: Board, chosen_on: bool) -> dict[str, dict[str, float]]:
+    """Losses in units of the reference's: of each other optimizer on the tasks for choosing, or the others.
+
+    One that did not train all of them is left out.
+    """
+    tasks = [task for task in board if SUITE[task].chosen_on == chosen_on]
+    labels = [label for label in dict.fromkeys(chain(*board.values())) if label != REFERENCE]
+    return {
+        label: {task: board[task][label].loss / board[task][REFERENCE].loss for task in tasks}
+        for label in labels
+        if all(label in board[task] for task in tasks)
+    }
+
+
+def ablation(board: Board, chosen_on: bool) -> str:
+    """What each setting is worth: losses relative to the reference's, the default in bold."""
+    found = shares(board, chosen_on)
+    rows = []
+    for label, of in found.items():
+        cells = [f"{share:.2f}" if isfinite(share) else "diverged" for share in of.values()]
+        mean = geometric_mean([*of.values()])
+        rows.append((_setting(label), *cells, f"{mean:.3f}" if isfinite(mean) else "diverged"))
+    tasks = next(iter(found.values()))
+    return markdown_table(("", *(f"`{task}`" for task in tasks), "geometric mean"), rows)
+
+
+def _setting(label: str) -> str:
+    """What differs from the default, which is in bold."""
+    if label == MAIN:
+        return f"**{MAIN}**"
+    return f"`{label.removeprefix(MAIN).strip()}`" if label.startswith(MAIN) else label
+
+
+def validated(board: Board, tolerance: float = 0.005) -> str:
+    """Which of the choices hold on tasks that had no say in them, in a sentence."""
+    means = {
+        chosen_on: {label: geometric_mean([*of.values()]) for label, of in shares(board, chosen_on).items()}
+        for chosen_on in (True, False)
+    }
+    others = [label for label in means[False] if label != MAIN]
+    worse = [label for label in others if means[False][label] >= (1 - tolerance) * means[False][MAIN]]
+    better = [_setting(label) for label in others if label not in worse]
+    text = f"On these, {len(worse)} of {len(others)} choices hold: "
+    text += f"what they were made against is not better by more than {tolerance:.1%}"
+    return f"{text}." if not better else f"{text}. Better are {', '.join(better)}."
 
 
 def _digits(phases: Iterable[Mapping[str, Standing]]) -> int:
@@ -85,6 +133,10 @@ def summary(boards: Boards) -> str:
     if "tuned" in boards:
         tuned = verdict(boards["tuned"], MAIN, REFERENCE)
         text += f" With both tuned it is ahead on {len(tuned.ahead)} of {len(tuned.tasks)}"
-        behind = [NAMES.get(task, task) for task in tuned.tasks if task not in tuned.ahead]
-        text += f", and behind on {len(behind)} ({'; '.join(behind)})." if behind else "."
+        level = [task for task in tuned.level if task not in tuned.ahead]
+        behind = [task for task in tuned.tasks if task not in tuned.level]
+        for words, tasks in ((f"within a standard error of {REFERENCE}", level), ("behind", behind)):
+            names = "; ".join(NAMES.get(task, task) for task in tasks)
+            text += f", {words} on {len(tasks)} ({names})" if tasks else ""
+        text += "."
     return text

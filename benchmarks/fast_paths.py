@@ -105,7 +105,7 @@ def row_chunks(d: int) -> Ways:
 
     def fast() -> Tensor:
         whole = RowSteps([weights[1], gradient, momenta[1]], ones, rate)
-        whole.sum_of_squares()
+        whole.sums_of_squares()
         whole.descend(length, decay)
         return weights[1]
 

@@ -18,6 +18,7 @@ NAMES = {
     "cifar_cnn": "CNN, CIFAR-10",
     "woof_cnn": "CNN, ImageWoof",
     "fashion_vit": "ViT, Fashion-MNIST",
+    "wide_vit": "wide ViT, Fashion-MNIST",
     "cifar_vit": "ViT, CIFAR-10",
     "shakespeare_gpt": "GPT, Shakespeare",
     "python_gpt": "GPT, Python code",

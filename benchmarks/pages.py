@@ -30,6 +30,7 @@ from ingot.lab.tables import markdown_table
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 BOARD, BF16, SWEEP, STUDY, BENCH = "evaluate", "evaluate_bf16", "sweep", "precision", "results"
+ABLATION = "ablation"
 
 COMPOSED = (
     "upper(dense(2),tril_toeplitz)",
@@ -117,6 +118,12 @@ def _board(phase: str, source: str = BOARD, without: Sequence[str] = ()) -> str:
     return boards.losses_and_errors(load_boards(stored.FOLDER / f"{source}.json")[phase], without)
 
 
+def _ablation(chosen_on: bool) -> str:
+    board = load_boards(stored.FOLDER / f"{ABLATION}.json")["defaults"]
+    table = boards.ablation(board, chosen_on)
+    return table if chosen_on else f"{table}\n\n{boards.validated(board)}"
+
+
 def _results() -> str:
     found = load_boards(stored.FOLDER / f"{BOARD}.json")
     return f"{boards.results(found)}\n\n{boards.summary(found)}"
@@ -188,6 +195,8 @@ TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("docs/from_adamw.md", "in_time"): partial(_board, f"in {REFERENCE}'s time"),
     ("docs/from_adamw.md", "tuned"): partial(_board, "tuned"),
     ("docs/from_adamw.md", "bfloat16"): partial(_board, "defaults", BF16),
+    ("docs/from_adamw.md", "chosen"): partial(_ablation, True),
+    ("docs/from_adamw.md", "validated"): partial(_ablation, False),
     ("docs/laboratory.md", "digits"): partial(_comparison, "digits"),
     ("docs/laboratory.md", "vgg"): partial(_comparison, "vgg"),
     ("docs/laboratory.md", "cct"): partial(_comparison, "cct"),

@@ -14,7 +14,7 @@ from ingot import SINGD
 
 def train(model, images, labels, epochs):
     # The curvature of the model's own predictions: that of the loss itself vanishes with its gradients.
-    optimizer = SINGD(model, lr=3e-3, fisher="separate", precond_every=5)
+    optimizer = SINGD(model, lr=3e-3, damping=0.5, fisher="separate", precond_every=5)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
     for _ in range(epochs):
         for batch in torch.randperm(len(labels)).split(64):

@@ -561,3 +561,18 @@ def test_paper_names_only_switches_of_the_step():
 
 def test_version():
     assert ingot.__version__
+
+
+def test_a_bias_with_a_rate_of_its_own_is_bounded_by_the_size_of_the_weight():
+    """Also where the weight's own step is too short to be bounded, so that nobody asked for its size."""
+    layer = nn.Linear(4, 3)
+    nn.init.constant_(layer.weight, 5.0)
+    settings = {"structure": "diagonal", "weight_decay": 0.0}
+    groups = [{"params": "weight", "lr": 1e-6}, {"params": "bias", "lr": 10.0}]
+    optimizer = SINGD(layer, params=groups, **settings)
+    before = layer.bias.detach().clone()
+    layer(torch.randn(6, 4)).square().mean().backward()
+    optimizer.step()
+    momenta = [optimizer.state[p]["momentum_buffer"] for p in (layer.weight, layer.bias)]
+    size = torch.cat([m.flatten() for m in momenta]).square().mean().sqrt()
+    torch.testing.assert_close(before - layer.bias.detach(), 0.03 * 5 * momenta[1] / size)

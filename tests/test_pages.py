@@ -135,7 +135,40 @@ def test_the_results_of_the_readme():
     assert "on 2 of 3 tasks" in told
     assert "0.50 of the steps and 0.70 of the time" in told
     assert told.endswith("With both tuned it is ahead on 1 of 1.")
-    assert "behind on 1 (MLP, diamond prices)" in boards.summary({"defaults": BOARD, "tuned": BOARD})
+    close = BOARD | {"diamonds": {"AdamW": _standing(0.02), "SINGD": _standing(0.024)}}  # 0.0042 is level
+    assert boards.summary({"defaults": BOARD, "tuned": BOARD}).endswith(
+        "ahead on 2 of 3, behind on 1 (MLP, diamond prices)."
+    )
+    assert boards.summary({"defaults": BOARD, "tuned": close}).endswith(
+        "ahead on 2 of 3, within a standard error of AdamW on 1 (MLP, diamond prices)."
+    )
+
+
+def _losses(**by_label: float) -> dict[str, Standing]:
+    labels = {"default": "SINGD", "warm": "SINGD precond_warmup=0", "rule": "IKFAC"}
+    return {labels.get(name, name): _standing(loss, 1.0) for name, loss in by_label.items()}
+
+
+ABLATION = {
+    "digits": _losses(AdamW=1.0, default=0.5, warm=0.25, rule=inf),
+    "fashion_cnn": _losses(AdamW=2.0, default=1.0, warm=0.5, rule=1.0),
+    "cifar_cnn": _losses(AdamW=1.0, default=0.8, warm=0.9, rule=0.7),
+    "python_gpt": _losses(AdamW=1.0, default=0.8, warm=0.8, rule=0.8),
+}
+
+
+def test_an_ablation_by_what_tasks_are_for():
+    assert boards.ablation(ABLATION, chosen_on=True).splitlines() == [
+        "|  | `digits` | `fashion_cnn` | geometric mean |",
+        "| --- | ---: | ---: | ---: |",
+        "| **SINGD** | 0.50 | 0.50 | 0.500 |",
+        "| `precond_warmup=0` | 0.25 | 0.25 | 0.250 |",
+        "| IKFAC | diverged | 0.50 | diverged |",
+    ]
+    assert "| IKFAC | 0.70 | 0.80 | 0.748 |" in boards.ablation(ABLATION, chosen_on=False)
+    told = boards.validated(ABLATION)
+    assert "1 of 2 choices hold" in told
+    assert told.endswith("Better are IKFAC.")
 
 
 def test_the_headline_shows_what_there_is_of_its_phases():

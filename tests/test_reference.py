@@ -109,11 +109,12 @@ def test_kfac_is_the_textbook_formula():
     torch.testing.assert_close(after, before - 0.5 * natural.reshape(4, 2).mT, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("lr", [0.04, 0.002])  # too long a step for the weights, and a short one
 @pytest.mark.parametrize("method", ["singd", "ikfac", "kfac"])
-def test_the_default_step_is_the_documented_one(method):
+def test_the_default_step_is_the_documented_one(method, lr):
     """Warm-up, bounded factors, relative damping, normalised and bounded weight steps, decoupled decay."""
     layer = nn.Linear(4, 3)
-    lr, decay, damping = 0.04, 0.1, 0.2
+    decay, damping = 0.1, 0.2
     optimizer = OPTIMIZERS[method](
         layer,
         lr=lr,
@@ -127,7 +128,8 @@ def test_the_default_step_is_the_documented_one(method):
     k, c, m = torch.eye(5), torch.eye(3), torch.zeros_like(w)
     eye_k, eye_c, d_i, d_o = torch.eye(5), torch.eye(3), 5, 3
     s_k, s_c = bind(parse("dense"), 5), bind(parse("dense"), 3)
-    u_mean = v_mean = updates = 0
+    u_mean = v_mean = updates = noise = 0
+    lengths = set()
     for step in range(9):
         x, y = torch.randn(6, 4), torch.randn(6, 3)
         if step < 3 or step % 4 == 0:
@@ -158,10 +160,15 @@ def test_the_default_step_is_the_documented_one(method):
             updates += 1
         optimizer.zero_grad()
         _loss(layer(x), y).backward()
-        m = 0.9 * m + of_c @ _matrix(layer, layer.weight.grad, layer.bias.grad) @ of_k
+        natural = of_c @ _matrix(layer, layer.weight.grad, layer.bias.grad) @ of_k
+        m, noise = 0.9 * m + natural, 0.81 * noise + natural.square().mean()
+        size = m.square().mean().sqrt()
         cap = 0.03 * max(w[:, :-1].square().mean().sqrt().item(), (3 * d_i) ** -0.5)
-        w = (1 - lr * decay) * w - min(lr, cap) * m / m.square().mean().sqrt()
+        length = min(lr * size / noise.sqrt(), lr * 19**0.5, cap)
+        lengths.add(round(float(length) / min(lr, cap), 6))
+        w = (1 - lr * decay) * w - length * m / size
         optimizer.step()
         actual = _matrix(layer, layer.weight.detach(), layer.bias.detach())
         torch.testing.assert_close(actual, w, rtol=1e-10, atol=1e-12)
     assert optimizer.state[layer.weight]["updates"] == updates == 5
+    assert (len(lengths) == 1) == (lr == 0.04)

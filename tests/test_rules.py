@@ -223,23 +223,74 @@ def test_warm_up_of_the_factor_rate():
     share=st.floats(0.01, 1.0),
     scale=st.floats(1e-3, 1e3),
     weight=st.floats(1e-3, 1e2),
+    agreement=st.floats(0.1, 4.0),
     relative=st.sampled_from([None, 0.03]),
 )
 @settings(deadline=None)
-def test_step_length(lr, share, scale, weight, relative):
-    """Whatever the momentum's scale, weights change by lr, or by a share of themselves if that is less.
+def test_step_length(lr, share, scale, weight, agreement, relative):
+    """Whatever the momentum's scale, weights change by lr times how far gradients agree.
+
+    If a share of the weights themselves is less, it is by that.
 
     Both are those of a schedule's peak, and the step goes down with the schedule from there.
     """
     momentum = scale * torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weight_rms = torch.tensor(weight, dtype=torch.float64)
-    length = stability.step_length(share * lr, lr, root_mean_square([momentum]), weight_rms, 5, relative)
+    sizes = root_mean_square([momentum]), agreement, weight_rms
+    length = stability.step_length(share * lr, lr, *sizes, 5, relative)
     change = float(root_mean_square([length * momentum]))
     bound = math.inf if relative is None else relative * max(weight, 15**-0.5)
-    assert change == pytest.approx(share * min(lr, bound), rel=1e-5)
+    assert change == pytest.approx(share * min(lr * agreement, bound), rel=1e-5)
 
 
 def test_no_momentum_no_step():
     assert torch.isfinite(
-        stability.step_length(0.1, 0.1, torch.tensor(0.0), torch.tensor(1.0), 5, 0.03) * torch.zeros(3)
+        stability.step_length(0.1, 0.1, torch.tensor(0.0), 1.0, torch.tensor(1.0), 5, 0.03) * torch.zeros(3)
     ).all()
+
+
+def agreements(gradients: list[torch.Tensor], rate: float) -> list[float]:
+    """How far gradients agree after each of them."""
+    momentum, noise, found = torch.zeros_like(gradients[0]), 0.0, []
+    for gradient in gradients:
+        momentum = rate * momentum + gradient
+        size, new = float(root_mean_square([momentum])), float(root_mean_square([gradient]))
+        noise = stability.noise_size(noise, new, size, rate)
+        found.append(stability.agreement(size, noise, rate))
+    return found
+
+
+@given(rate=st.floats(0.0, 0.95), scale=st.floats(1e-10, 1e10))
+@settings(deadline=None, max_examples=10)
+def test_gradients_agree(rate, scale):
+    """The first one with itself, noise with nothing, equal ones as far as any can; the scale is no matter."""
+    noise = list(scale * torch.randn(200, 2000, generator=torch.Generator().manual_seed(0)).double())
+    found = agreements(noise, rate)
+    assert found[0] == pytest.approx(1)
+    assert all(value == pytest.approx(1, abs=0.3) for value in found)
+    assert sum(found) / len(found) == pytest.approx(1, abs=0.03)
+    equal = agreements([noise[0]] * 400, rate)
+    assert equal[:20] == sorted(equal[:20])
+    assert equal[-1] == pytest.approx(stability.greatest_agreement(rate))
+    to_and_fro = agreements([noise[0], -noise[0]] * 200, rate)
+    assert to_and_fro[-1] == pytest.approx(1 / stability.greatest_agreement(rate), rel=1e-4)
+
+
+def test_gradients_that_vanish_or_begin_late_agree_no_more_than_equal_ones():
+    one = torch.ones(4, dtype=torch.float64)
+    for factor in (0.5, 0.9, 2.0):
+        found = agreements([factor**n * one for n in range(300)], 0.9)
+        assert max(found) <= stability.greatest_agreement(0.9)
+    assert agreements([0 * one, 0 * one, one], 0.9)[-1] == pytest.approx(1)
+
+
+def test_numbers_of_a_device_take_the_same_way():
+    """Where numbers stay tensors, as on devices that must be waited for."""
+    values = {"noise": 0.3, "natural": 0.2, "momentum": 0.9}
+    tensors = {key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()}
+    for rate in (0.9, torch.tensor(0.9, dtype=torch.float64)):
+        found = []
+        for noise, natural, momentum in (values.values(), tensors.values()):
+            size = stability.noise_size(noise, natural, momentum, rate)
+            found.append(float(stability.agreement(momentum, size, rate)))
+        assert found[0] == pytest.approx(found[1], rel=1e-12)

@@ -38,14 +38,23 @@ class Moving(NamedTuple):
     shrinking: tuple[Tensor, ...]
     rate: Tensor
     usual: Tensor
+    noise: Tensor
 
 
-Found: TypeAlias = list[tuple[Tensor, Tensor]]
+class Sizes(NamedTuple):
+    """What is known of a momentum after its step: its usual size, that of noise, and if it was trusted."""
+
+    usual: Tensor
+    noise: Tensor
+    trusted: Tensor
+
+
+Found: TypeAlias = list[Sizes]
 Function: TypeAlias = Callable[[list[Moving]], Found]
 
 
 def take_steps(layers: list[tuple[Layer, list[Part], Scales]]) -> Found:
-    """Move these layers' weights; returns the usual size of each momentum, and whether it was trusted."""
+    """Move these layers' weights; returns the sizes of each momentum."""
     function = _function(tuple(_bounds(layer, parts) for layer, parts, _ in layers))
     return function([_moving(*one) for one in layers])
 
@@ -57,8 +66,8 @@ def _bounds(layer: Layer, parts: list[Part]) -> Bounds:
 def _bound(part: Part, d_i: int) -> float | None:
     """The bound on a relative step, if the learning rate may exceed it."""
     bound: float | None = part.group["max_relative_step"]
-    peak = part.peak_lr
-    may_bind = bound is None or isinstance(peak, Tensor) or stability.may_bind(peak, d_i, bound)
+    longest = part.longest_step
+    may_bind = bound is None or isinstance(longest, Tensor) or stability.may_bind(longest, d_i, bound)
     return bound if may_bind else None
 
 
@@ -76,6 +85,7 @@ def _moving(layer: Layer, parts: list[Part], scales: Scales) -> Moving:
         tuple(_beside(part, 1 - part.lr * part.group["weight_decay"]) for part in parts),
         _beside(parts[0], parts[0].group["momentum"]),
         parts[0].state["size"],
+        parts[0].state["noise"],
     )
 
 
@@ -95,7 +105,7 @@ def _function(layers: tuple[Bounds, ...]) -> Function:
     return torch.compile(step, dynamic=False)
 
 
-def _step(bounds: Bounds, moving: Moving) -> tuple[Tensor, Tensor]:
+def _step(bounds: Bounds, moving: Moving) -> Sizes:
     rows, columns, of_bias = moving.scales
     matrix, *bias = moving.gradients
     natural = [matrix * rows * columns, *(g * of_bias for g in bias if of_bias is not None)]
@@ -105,6 +115,9 @@ def _step(bounds: Bounds, moving: Moving) -> tuple[Tensor, Tensor]:
     trusted: Any = stability.is_usual(size, usual, stability.SETTLED_STEPS)
     new = [torch.where(trusted, m, o) for m, o in zip(new, old, strict=True)]
     size_taken = torch.where(trusted, size, usual)  # about that of the old momentum, without another pass
+    natural_size = torch.where(trusted, _root_mean_square(natural), 0.0)
+    noise: Any = stability.noise_size(moving.noise, natural_size, size_taken, moving.rate)
+    agreement = stability.agreement(size_taken, noise, moving.rate)
     d_i = matrix.shape[-1] + len(bias)
     is_bounded = any(bound is not None for bound in bounds)
     weight_size = _root_mean_square([moving.weights[0]]) if is_bounded else 0.0
@@ -112,11 +125,11 @@ def _step(bounds: Bounds, moving: Moving) -> tuple[Tensor, Tensor]:
     for w, m, momentum, (lr, peak, shrinking, bound) in zip(
         moving.weights, new, moving.momenta, rates, strict=True
     ):
-        length = stability.step_length(lr, peak, size_taken, weight_size, d_i, bound)
+        length = stability.step_length(lr, peak, size_taken, agreement, weight_size, d_i, bound)
         w.mul_(shrinking).sub_(length * m)
         momentum.copy_(m)
-    found: Any = stability.usual_size(usual, size, trusted)
-    return found, trusted
+    new_usual: Any = stability.usual_size(usual, size, trusted)
+    return Sizes(new_usual, noise, trusted)
 
 
 def _root_mean_square(tensors: list[Tensor]) -> Tensor:

@@ -78,9 +78,9 @@ NORMS = ("norm_m_K", "norm_m_C")
 NUMBERS = (*TRACES, *COUNTS, *NORMS)
 """All keys of single numbers for each matrix, which are kept in the dtype of the computation."""
 
-SIZES = ("size", "gain", "dropped")
-"""The state's keys for the usual size of a layer's natural gradient, that size in units of the plain
-gradient's, and how many gradients were not to be trusted."""
+SIZES = ("size", "noise", "gain", "dropped")
+"""The state's keys for the usual size of a layer's momentum, the size that it would have if gradients were
+noise, that of the natural gradient in units of the plain one's, and how many gradients were not trusted."""
 
 _NO_MOMENTUM = "{} has no Riemannian momentum: leave precond_momentum at 0, or choose SINGD, which has"
 

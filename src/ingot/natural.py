@@ -16,6 +16,7 @@ from ingot.model import Layer
 from ingot.precision import computable, computing, keeping
 from ingot.rules import Pair, Product
 from ingot.scalars import Number, number
+from ingot.stability import greatest_agreement
 from ingot.structures import SquarePart
 from ingot.structures.diagonal import Squares
 
@@ -115,6 +116,11 @@ class Part(NamedTuple):
         return len(dtypes) == 1 and self.p.dtype == computing(self.p.dtype) and bool(group["momentum"])
 
     @property
+    def rate(self) -> Number:
+        """How much of the momentum stays at a step, α₂."""
+        return number(self.group["momentum"])
+
+    @property
     def lr(self) -> Number:
         """Its learning rate."""
         return number(self.group["lr"])
@@ -123,6 +129,11 @@ class Part(NamedTuple):
     def peak_lr(self) -> Number:
         """The highest one so far."""
         return number(self.group["peak_lr"])
+
+    @property
+    def longest_step(self) -> Number:
+        """How much its entries may change by at the highest learning rate so far, in root mean square."""
+        return self.peak_lr * greatest_agreement(self.rate)
 
     @property
     def decay(self) -> float:
@@ -136,7 +147,7 @@ class Part(NamedTuple):
         """
         if self.decay:
             natural.add_(self.value, alpha=self.decay)
-        rate = number(self.group["momentum"])
+        rate = self.rate
         if isinstance(rate, Tensor):
             return natural.addcmul_(self.momentum, rate)
         if not rate:

@@ -105,7 +105,8 @@ class NaturalGradient(JoiningOptimizer):
         max_factor_step: Bound on β₁ times the spectral norm of a factor's direction, or None.
         relative_damping: Whether ``damping`` is in units of the mean traces of U and G.
         factor_start: ``"identity"``, or ``"trace"`` for the multiple of it that fits the first batch.
-        normalize_step: Whether a layer's update is scaled to a root mean square of ``lr``.
+        normalize_step: Whether a layer's update is scaled to a root mean square of ``lr`` if its gradients
+            are noise; where they agree with each other it is longer.
         max_relative_step: Bound on that root mean square in units of the weights' own, or None.
         decoupled_weight_decay: Whether weight decay acts beside the momentum, as in AdamW, not inside it.
         maximize: Whether to climb instead of to descend.
@@ -134,7 +135,7 @@ class NaturalGradient(JoiningOptimizer):
         loss_average: str | None = "batch",
         momentum: float = 0.9,
         weight_decay: float = 1e-2,
-        damping: float = 0.5,
+        damping: float = 0.2,
         precond_lr: float | Callable[[int], float] = 0.1,
         precond_momentum: float = 0.0,
         precond_every: int = 20,

@@ -46,16 +46,18 @@ class RowSteps:
         out = self._scratch[: chunk.gradient.numel()].view(chunk.gradient.shape)
         return torch.mul(chunk.gradient, chunk.scales, out=out).mul_(self._columns)
 
-    def sum_of_squares(self, *, with_gradient: bool = True) -> float:
-        """That of what the momentum will be."""
-        sums = []
+    def sums_of_squares(self, *, with_gradient: bool = True) -> tuple[float, float]:
+        """That of what the momentum will be, and that of the natural gradient in it."""
+        of_momentum, of_natural = [], []
         for chunk in self._chunks():
             if with_gradient:
-                momentum = self._natural(chunk).add_(chunk.momentum, alpha=self._rate)
+                momentum = self._natural(chunk)
+                of_natural.append(torch.dot(momentum.view(-1), momentum.view(-1)))
+                momentum.add_(chunk.momentum, alpha=self._rate)
             else:
                 momentum = torch.mul(chunk.momentum, self._rate)
-            sums.append(torch.dot(momentum.view(-1), momentum.view(-1)))
-        return float(torch.stack(sums).sum())
+            of_momentum.append(torch.dot(momentum.view(-1), momentum.view(-1)))
+        return float(torch.stack(of_momentum).sum()), float(sum(of_natural))
 
     def descend(self, length: float, decay: float, *, with_gradient: bool = True) -> None:
         """Take the step, of momentum and weight."""
@@ -63,5 +65,7 @@ class RowSteps:
             chunk.momentum.mul_(self._rate)
             if with_gradient:
                 chunk.momentum.add_(self._natural(chunk))
-            if length:  # without, there is no learning rate
+            if length:
                 fused_descent(chunk.weight, chunk.momentum, length, decay)
+            elif decay:  # there is no momentum
+                chunk.weight.mul_(1 - decay)

@@ -79,6 +79,15 @@ def least(value: Number, bound: float) -> Number:
     return value.clamp_max(bound) if isinstance(value, Tensor) else min(value, bound)
 
 
+def smaller(one: Number, other: Number) -> Number:
+    """The smaller of two numbers."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.minimum(one, other)
+    if isinstance(one, Tensor):
+        return one.clamp_max(other)
+    return other.clamp_max(one) if isinstance(other, Tensor) else min(one, other)
+
+
 def greatest(value: Number, bound: float) -> Number:
     """The larger of a number and a bound."""
     return value.clamp_min(bound) if isinstance(value, Tensor) else max(value, bound)

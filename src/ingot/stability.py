@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ingot import scalars
-from ingot.scalars import Flag, Number, greatest, least, no, where
+from ingot.scalars import Flag, Number, greatest, least, no, smaller, where
 
 # --- The step of the factors ----------------------------------------------------------------------------
 
@@ -33,24 +33,54 @@ def warmed_rate(lr: float, updates: int) -> float:
 # --- The step of the weights ----------------------------------------------------------------------------
 
 
-def may_bind(peak: float, d_i: int, max_relative: float) -> bool:
-    """Whether the bound on a step may be below a learning rate, for weights of no matter what size."""
-    return peak > max_relative * (3 * d_i) ** -0.5
+def noise_size(noise: Number, natural_rms: Number, momentum_rms: Number, rate: Number) -> Number:
+    """The size that a momentum would have if the natural gradients in it had nothing to do with each other.
+
+    Then their squares would add up. Where no gradient was counted so far, it is that of the momentum itself.
+    """
+    return where(noise > 0, ((rate * noise) ** 2 + natural_rms**2) ** 0.5, momentum_rms)
+
+
+def agreement(momentum_rms: Number, noise: Number, rate: Number) -> Number:
+    """How much longer a momentum is than gradients that had nothing to do with each other would make it.
+
+    It is 1 for noise, below 1 where gradients go to and fro, and at its greatest where all are the same.
+    """
+    return smaller(momentum_rms / at_least_tiny(noise), greatest_agreement(rate))
+
+
+def greatest_agreement(rate: Number) -> Number:
+    """That of equal gradients: 1 / (1 - α₂) is the size of their momentum, 1 / (1 - α₂²)^½ that of noise."""
+    return ((1 + rate) / (1 - rate)) ** 0.5
+
+
+def may_bind(longest: float, d_i: int, max_relative: float) -> bool:
+    """Whether the bound on a step may be below the longest one, for weights of no matter what size."""
+    return longest > max_relative * (3 * d_i) ** -0.5
 
 
 def step_length(
-    lr: Number, peak: Number, momentum_rms: Number, weight_rms: Number, d_i: int, max_relative: float | None
+    lr: Number,
+    peak: Number,
+    momentum_rms: Number,
+    agreement: Number,
+    weight_rms: Number,
+    d_i: int,
+    max_relative: float | None,
 ) -> Number:
     """What a layer's momentum is multiplied with so that its weights change by about ``lr``, as AdamW's do.
 
-    The root mean square of the change is ``lr``. At the peak of a schedule it is at most ``max_relative`` of
-    that of the weights themselves (or of PyTorch's initial weights, if these are larger), and below the peak
-    it falls with the schedule: a bound that did not would hold the last steps at the length of the first.
+    The root mean square of the change is ``lr`` where gradients are mostly noise, as those of small batches
+    are, and ``lr`` times their ``agreement`` in general: steps are longer while gradients point the same way,
+    and become shorter when little but noise is left. At the peak of a schedule the change is at most
+    ``max_relative`` of the weights themselves (or of PyTorch's initial weights, if these are larger), and
+    below the peak it falls with the schedule: a bound that did not would hold the last steps at the length
+    of the first.
     """
     if max_relative is not None:
         bound = max_relative * greatest(weight_rms, (3 * d_i) ** -0.5)
-        lr = lr * least(bound / at_least_tiny(peak), 1.0)
-    return lr / at_least_tiny(momentum_rms)
+        agreement = smaller(agreement, bound / at_least_tiny(peak))
+    return lr * agreement / at_least_tiny(momentum_rms)
 
 
 def at_least_tiny(value: Number) -> Number:

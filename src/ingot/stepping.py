@@ -31,7 +31,7 @@ class Begun(NamedTuple):
     layer: Layer
     parts: list[Part]
     momenta: list[Tensor]
-    sizes: dict[str, Squares]  # of "momentum"; of "weight" and of "natural" and plain "gradient" if needed
+    sizes: dict[str, Squares]  # of "momentum"; of "weight", "natural" and plain "gradient" if needed
 
 
 class SteppingOptimizer(UpdatingOptimizer):
@@ -58,10 +58,11 @@ class SteppingOptimizer(UpdatingOptimizer):
             else:
                 found.setdefault(layer.weight.device, []).append((layer, parts, scales))
         for several in found.values():
-            for (layer, *_), (size, trusted) in zip(several, take_steps(several), strict=True):
+            for (layer, *_), sizes in zip(several, take_steps(several), strict=True):
                 state = self.state[layer.weight]
-                state["size"].copy_(size)
-                state["dropped"] = state["dropped"] + ~trusted
+                state["size"].copy_(sizes.usual)
+                state["noise"].copy_(sizes.noise)
+                state["dropped"] = state["dropped"] + ~sizes.trusted
                 state["steps"] += 1
         return others
 
@@ -85,14 +86,18 @@ class SteppingOptimizer(UpdatingOptimizer):
         self, layer: Layer, parts: list[Part], whole: rows.RowSteps, of_bias: Tensor | None
     ) -> None:
         weight, *bias = parts
-        beside = [part.with_momentum(part.tensors[1] * of_bias) for part in bias if of_bias is not None]
         count = sum(part.p.numel() for part in parts)
-        total = whole.sum_of_squares() + sum(float(m.square().sum()) for m in beside)
-        trusted = self._trusted(layer, weight.group, (total / count) ** 0.5) is True
+        natural = [part.tensors[1] * of_bias for part in bias if of_bias is not None]
+        of_momentum, of_natural = whole.sums_of_squares()
+        natural_size = ((of_natural + _total(natural)) / count) ** 0.5
+        beside = [part.with_momentum(n) for part, n in zip(bias, natural, strict=True)]
+        size = ((of_momentum + _total(beside)) / count) ** 0.5
+        trusted = self._trusted(layer, weight.group, size) is True
         if not trusted:
             beside = [part.with_momentum(torch.zeros_like(m)) for part, m in zip(bias, beside, strict=True)]
-            total = whole.sum_of_squares(with_gradient=False) + sum(float(m.square().sum()) for m in beside)
-        length, *lengths = self._lengths(layer, parts, (total / count) ** 0.5)
+            of_momentum, natural_size = whole.sums_of_squares(with_gradient=False)
+            size = ((of_momentum + _total(beside)) / count) ** 0.5
+        length, *lengths = self._lengths(layer, parts, (size, natural_size))
         decay = weight.lr * weight.group["weight_decay"]
         whole.descend(float(length), float(decay), with_gradient=trusted)
         steps = self.state[layer.weight]["steps"]
@@ -121,14 +126,16 @@ class SteppingOptimizer(UpdatingOptimizer):
             begun = [self._begun_step(layer) for layer in layers]
         for layer, parts, momenta, sizes in self._measured(begun):
             size = sizes["momentum"].root_mean
-            if "natural" in sizes:
-                self._note_gain(layer, sizes["natural"].root_mean, sizes["gradient"].root_mean)
+            natural_size = sizes["natural"].root_mean if "natural" in sizes else 0.0
+            if "gradient" in sizes:
+                self._note_gain(layer, natural_size, sizes["gradient"].root_mean)
             trusted = self._trusted(layer, parts[0].group, size)
             if trusted is not True:
                 momenta, size = self._without_gradient(layer, parts, momenta, trusted)
+                natural_size = where(trusted, natural_size, 0.0)
             steps = self.state[layer.weight]["steps"]
             weight_size = sizes["weight"].root_mean if "weight" in sizes else None
-            lengths = self._lengths(layer, parts, size, weight_size)
+            lengths = self._lengths(layer, parts, (size, natural_size), weight_size)
             for part, momentum, length in zip(parts, momenta, lengths, strict=True):
                 self._descend(part, part.keep(momentum), length, steps)
             self.state[layer.weight]["steps"] = steps + 1
@@ -141,14 +148,19 @@ class SteppingOptimizer(UpdatingOptimizer):
         gradients = [self._gradient(p) for p in layer.parameters]
         natural = self._natural_gradient(layer, parts[0].group, gradients)
         sizes = {}
-        if layer.pending is not None and self.state[layer.weight]["updates"] % GAIN_EVERY == 1:
-            both = {"natural": natural, "gradient": gradients}
-            sizes = {key: _squares(layer, tensors, layer.parameters) for key, tensors in both.items()}
+        notes_gain = layer.pending is not None and self.state[layer.weight]["updates"] % GAIN_EVERY == 1
+        if notes_gain:
+            sizes["gradient"] = _squares(layer, gradients, layer.parameters)
         if len(parts) < len(natural):  # a gradient is missing
             natural = [n for n, p in zip(natural, layer.parameters, strict=True) if p.grad is not None]
+        moved = [part.p for part in parts]
+        if notes_gain or parts[0].group["normalize_step"]:
+            sizes["natural"] = _squares(layer, natural, moved)
         momenta = [part.with_momentum(n) for part, n in zip(parts, natural, strict=True)]
-        sizes["momentum"] = _squares(layer, momenta, [part.p for part in parts])
-        if any(self._is_bounded(layer, part) for part in parts):
+        sizes["momentum"] = _squares(layer, momenta, moved)
+        # What is here is looked at when it turns out to matter; elsewhere all sizes are read at once.
+        can_wait = layer.layout is None and is_at_hand(layer.weight)
+        if not can_wait and any(self._is_bounded(layer, part, part.longest_step) for part in parts):
             sizes["weight"] = squares([parts[0].value if parts[0].p is layer.weight else layer.weight])
         return Begun(layer, parts, momenta, sizes)
 
@@ -241,26 +253,32 @@ class SteppingOptimizer(UpdatingOptimizer):
 
     # --- Weights ----------------------------------------------------------------------------------------
 
-    def _is_bounded(self, layer: Layer, part: Part) -> bool:
-        """Whether a parameter's step may be bounded by the size of the layer's weight."""
+    def _is_bounded(self, layer: Layer, part: Part, longest: Number) -> bool:
+        """Whether a parameter's step, if it is so long, may be bounded by the size of the layer's weight."""
         bound = part.group["max_relative_step"]
         if bound is None or not part.group["normalize_step"]:
             return False
-        peak = part.peak_lr
-        return isinstance(peak, Tensor) or stability.may_bind(peak, layer.structures[0].dim, bound)
+        return isinstance(longest, Tensor) or stability.may_bind(longest, layer.structures[0].dim, bound)
 
     def _lengths(
-        self, layer: Layer, parts: list[Part], size: Number, weight_size: Number | None = None
+        self, layer: Layer, parts: list[Part], sizes: tuple[Number, Number], weight_size: Number | None = None
     ) -> list[Number]:
-        """What momenta of this size are multiplied with."""
+        """What momenta are multiplied with, by their size and that of the natural gradient in them."""
         if not parts[0].group["normalize_step"]:
             return [part.lr for part in parts]
+        (size, natural_size), rate, state = sizes, parts[0].rate, self.state[layer.weight]
+        noise = stability.noise_size(number(state["noise"]), natural_size, size, rate)
+        _note(state, "noise", noise)
+        agreement = stability.agreement(size, noise, rate)
         d_i, lengths = layer.structures[0].dim, []
         for part in parts:
-            bound = part.group["max_relative_step"] if self._is_bounded(layer, part) else None
-            if weight_size is None:
-                weight_size = 0.0 if bound is None else squares([layer.weight]).root_mean
-            lengths.append(stability.step_length(part.lr, part.peak_lr, size, weight_size, d_i, bound))
+            is_bounded = self._is_bounded(layer, part, part.peak_lr * agreement)
+            bound = part.group["max_relative_step"] if is_bounded else None
+            if is_bounded and weight_size is None:
+                weight_size = squares([layer.weight]).root_mean
+            of_weight = 0.0 if weight_size is None else weight_size
+            rates = part.lr, part.peak_lr
+            lengths.append(stability.step_length(*rates, size, agreement, of_weight, d_i, bound))
         return lengths
 
     def _descend(self, part: Part, momentum: Tensor, length: Number, step: int) -> None:
@@ -312,6 +330,11 @@ def _note(state: dict[str, Any], key: str, value: Number) -> None:
         state[key] = value
     else:
         state[key].fill_(value)
+
+
+def _total(tensors: list[Tensor]) -> float:
+    """The sum of all squares of some small tensors."""
+    return sum(float(t.square().sum()) for t in tensors)
 
 
 def _squares(layer: Layer, tensors: list[Tensor], params: Sequence[Tensor]) -> Squares:

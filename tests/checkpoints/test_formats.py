@@ -293,7 +293,7 @@ def test_safetensors_of_the_flattened_state(kind, tmp_path: Path):
 
 # --- Older formats ----------------------------------------------------------------------------------------
 
-NEWER = ("skipped", "trouble", "norm_m_K", "norm_m_C", "size", "gain", "dropped")
+NEWER = ("skipped", "trouble", "norm_m_K", "norm_m_C", "size", "noise", "gain", "dropped")
 
 
 def _older(saved: dict) -> dict:

