@@ -69,12 +69,9 @@ def _setting(label: str) -> str:
 
 def validated(board: Board, tolerance: float = 0.005) -> str:
     """Which of the choices hold on tasks that had no say in them, in a sentence."""
-    means = {
-        chosen_on: {label: geometric_mean([*of.values()]) for label, of in shares(board, chosen_on).items()}
-        for chosen_on in (True, False)
-    }
-    others = [label for label in means[False] if label != MAIN]
-    worse = [label for label in others if means[False][label] >= (1 - tolerance) * means[False][MAIN]]
+    means = {label: geometric_mean([*of.values()]) for label, of in shares(board, chosen_on=False).items()}
+    others = [label for label in means if label != MAIN]
+    worse = [label for label in others if means[label] >= (1 - tolerance) * means[MAIN]]
     better = [_setting(label) for label in others if label not in worse]
     text = f"On these, {len(worse)} of {len(others)} choices hold: "
     text += f"what they were made against is not better by more than {tolerance:.1%}"
