@@ -104,6 +104,19 @@ def test_constant_columns_do_not_spoil_the_others(tmp_path):
     assert x.abs().max() < 10
 
 
+def test_records_that_contradict_themselves_are_left_out(tmp_path):
+    file = made_data.diamonds(tmp_path)
+    expected = load_diamonds(tmp_path)
+    head, first, *others = file.read_text().splitlines()
+    typos = [first.replace("4.1,4.2,", f"{x},{y},") for x, y in ((4.1, 42.0), (0.0, 0.0), (0.0, 4.2))]
+    assert all(typo != first for typo in typos)
+    file.write_text("\n".join([head, *typos[:1], first, *typos[1:], *others]))
+    assert all(torch.equal(*pair) for pair in zip(load_diamonds(tmp_path), expected, strict=True))
+    file.write_text("\n".join([head, *typos]))
+    with pytest.raises(MissingDataError, match="no record whose depth"):
+        load_diamonds(tmp_path)
+
+
 def test_tables_that_do_not_serve(tmp_path, monkeypatch):
     monkeypatch.setattr("ingot.lab.data.diamonds.find_spec", lambda name: None)
     with pytest.raises(MissingDataError, match="pip install plotnine"):
