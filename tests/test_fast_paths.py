@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_atte
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ingot
-from ingot import compiled, rows, scalars, statistics, stepping, updating
+from ingot import compiled, rows, scalars, small, statistics, stepping, updating
 from ingot.health import HealthWarning
 from ingot.structures import BlockDiagonal, Dense, Diagonal, dense, registered
 
@@ -502,6 +502,111 @@ class Largest(TorchDispatchMode):
         given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
         if isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() not in given:
             self.numel = max(self.numel, found.untyped_storage().nbytes() // found.itemsize)
+        return found
+
+
+# --- Small weights in few calls ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_steps():
+    """Which steps of small layers were taken, and which were left to the long way."""
+    taken = []
+
+    def watched(*args):
+        taken.append(has_stepped(*args))
+        return taken[-1]
+
+    has_stepped = small.has_stepped
+    with patch.object(small, "has_stepped", watched):
+        yield taken
+
+
+WITHOUT_SMALL = patch.object(small, "SMALL", -1)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_small_weights_in_few_calls(kind, small_steps):
+    def settled() -> list[torch.Tensor]:
+        model = network()
+        settings = {"lr": 0.01, "precond_every": 3, "precond_warmup": 2}
+        return train(model, kind[0](model, structure=kind[1], **settings), 16)
+
+    with WITHOUT_SMALL:
+        expected = settled()
+    assert not small_steps
+    assert_same(settled(), expected)
+    assert len(small_steps) >= 4 * 10  # layers
+    assert all(small_steps)
+
+
+def test_small_weights_with_gradients_that_are_refused(small_steps):
+    with WITHOUT_SMALL:
+        expected = faulty_training()
+    assert_same(faulty_training(), expected)
+    assert small_steps.count(False) == 2
+
+
+def test_small_weights_with_schedules_and_groups(small_steps):
+    with WITHOUT_SMALL:
+        expected = scheduled_training()
+    assert_same(scheduled_training(), expected)
+    assert all(small_steps)
+    assert len(small_steps) == 2 * 5  # of 6 settled ones: at one, natural gradients are looked at
+
+
+@pytest.mark.parametrize("structure", ["block_diagonal(2)", "diagonal"])
+def test_small_weights_without_learning_rate_or_stored_by_columns(structure, small_steps):
+    def trained_layers() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 6), nn.Embedding(6, 6), nn.Linear(6, 5)).double()
+        model[2].weight = nn.Parameter(model[2].weight.detach().mT.contiguous().mT)
+        optimizer = ingot.SINGD(model, structure=structure, precond_every=20, precond_warmup=0)
+        for step in range(16):
+            optimizer.zero_grad()
+            x = model[0](torch.randn(4, 7, dtype=torch.float64)) + model[1](torch.arange(4))
+            model[2](x).square().sum().backward()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0 if step > 13 else 1e-2
+            gradients = [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+        return [p.detach() for p in model.parameters()]
+
+    with WITHOUT_SMALL:
+        expected = trained_layers()
+    assert_same(trained_layers(), expected)
+    assert len(small_steps) == 3 * 6
+
+
+def test_factors_of_another_dtype_are_left_to_the_long_way(small_steps):
+    model = network()
+    optimizer = ingot.SINGD(model, factor_dtype=torch.bfloat16, precond_every=3, precond_warmup=2)
+    train(model, optimizer, 12)
+    assert small_steps
+    assert not any(small_steps)
+
+
+def test_small_weights_share_the_memory_of_their_natural_gradients():
+    model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(6)))
+    optimizer = ingot.SINGD(model, structure="block_diagonal(8)", precond_every=30, precond_warmup=0)
+    for _ in range(12):
+        model(torch.randn(4, 48)).square().sum().backward()
+        with Allocated() as watch:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert watch.large == 2
+
+
+class Allocated(TorchDispatchMode):
+    """Counts how often memory of the size of a weight is asked for."""
+
+    large = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        is_new = function in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
+        self.large += is_new and found.numel() >= 48 * 48
         return found
 
 

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from ingot.distributed import agreed, is_distributed, local
 from ingot.groups import Group
-from ingot.precision import computing, keeping, put
+from ingot.precision import computable, keeping, put
 from ingot.scalars import is_any, is_known
 
 KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
@@ -36,7 +36,7 @@ def step(params: list[Tensor], states: list[State], group: Group, noise: Noise) 
     """
     kept = [[local(p) for p in params]]
     kept += [[local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq")]
-    values = [[tensor.to(computing(tensor.dtype)) for tensor in tensors] for tensors in kept]
+    values = [[computable(tensor) for tensor in tensors] for tensors in kept]
     gradients = [
         local(p.grad).to(value.dtype)
         for p, value in zip(params, values[0], strict=True)
@@ -86,13 +86,17 @@ def _finite(
 
     Of a parameter that is shared out over processes, each must find what all of them find.
     """
-    finite = [norm.isfinite() for norm in torch._foreach_norm(gradients)]
+    norms = torch._foreach_norm(gradients)
     shared = [index for index, p in enumerate(params) if is_distributed(p)]
+    in_one_place = all(norm.device == norms[0].device for norm in norms)
+    if not shared and in_one_place and is_known(torch.stack(norms).isfinite()):  # as nearly always
+        return gradients, []
+    finite = [norm.isfinite() for norm in norms]
     if shared:
         flags = agreed(torch.stack([finite[index] for index in shared]), params[shared[0]])
         for index, flag in zip(shared, flags, strict=True):
             finite[index] = flag
-    if all(flag.device == finite[0].device for flag in finite) and is_known(torch.stack(finite)):
+    if shared and in_one_place and is_known(torch.stack(finite)):
         return gradients, []
     for state, flag in zip(states, finite, strict=True):
         state["dropped"] = state.get("dropped", torch.zeros_like(flag, dtype=torch.float32)) + ~flag

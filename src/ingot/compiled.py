@@ -65,10 +65,8 @@ def _bounds(layer: Layer, parts: list[Part]) -> Bounds:
 
 def _bound(part: Part, d_i: int) -> float | None:
     """The bound on a relative step, if the learning rate may exceed it."""
-    bound: float | None = part.group["max_relative_step"]
-    longest = part.longest_step
-    may_bind = bound is None or isinstance(longest, Tensor) or stability.may_bind(longest, d_i, bound)
-    return bound if may_bind else None
+    rates = part.rates
+    return rates.max_relative if stability.may_bind(rates.longest, d_i, rates.max_relative) else None
 
 
 def _moving(layer: Layer, parts: list[Part], scales: Scales) -> Moving:
@@ -80,10 +78,10 @@ def _moving(layer: Layer, parts: list[Part], scales: Scales) -> Moving:
         shaped([part.p.detach() for part in parts]),
         shaped([part.p.grad for part in parts if part.p.grad is not None]),
         shaped([part.state["momentum_buffer"] for part in parts]),
-        tuple(_beside(part, part.lr) for part in parts),
-        tuple(_beside(part, part.peak_lr) for part in parts),
-        tuple(_beside(part, 1 - part.lr * part.group["weight_decay"]) for part in parts),
-        _beside(parts[0], parts[0].group["momentum"]),
+        tuple(_beside(part, part.rates.lr) for part in parts),
+        tuple(_beside(part, part.rates.peak_lr) for part in parts),
+        tuple(_beside(part, 1 - part.rates.decay) for part in parts),
+        _beside(parts[0], parts[0].rates.momentum),
         parts[0].state["size"],
         parts[0].state["noise"],
     )
@@ -112,10 +110,11 @@ def _step(bounds: Bounds, moving: Moving) -> Sizes:
     old = [moving.rate * m for m in moving.momenta]
     new = [m + n for m, n in zip(old, natural, strict=True)]
     size, usual = _root_mean_square(new), moving.usual
-    trusted: Any = stability.is_usual(size, usual, stability.SETTLED_STEPS)
+    natural_size = _root_mean_square(natural)
+    trusted: Any = stability.is_usual(natural_size, usual, stability.SETTLED_STEPS)
     new = [torch.where(trusted, m, o) for m, o in zip(new, old, strict=True)]
     size_taken = torch.where(trusted, size, usual)  # about that of the old momentum, without another pass
-    natural_size = torch.where(trusted, _root_mean_square(natural), 0.0)
+    natural_size = torch.where(trusted, natural_size, 0.0)
     noise: Any = stability.noise_size(moving.noise, natural_size, size_taken, moving.rate)
     agreement = stability.agreement(size_taken, noise, moving.rate)
     d_i = matrix.shape[-1] + len(bias)

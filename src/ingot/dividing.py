@@ -9,7 +9,7 @@ from ingot.distributed import Processes
 from ingot.exchange import Work, shared_work, told
 from ingot.groups import Group
 from ingot.model import Layer
-from ingot.natural import Part, Scales
+from ingot.natural import Part, gradient_of
 from ingot.precision import computing
 from ingot.stepping import SteppingOptimizer
 
@@ -36,7 +36,7 @@ class DividingOptimizer(SteppingOptimizer):
             return
         values = []
         for layer, owner in zip(chosen, owners, strict=True):
-            gradients = [self._gradient(p) for p in layer.parameters]
+            gradients = [gradient_of(p, self._group(p)) for p in layer.parameters]
             is_mine = owner == processes.worker
             group = self._group(layer.weight)
             values.append(super()._natural_gradient(layer, group, gradients) if is_mine else gradients)
@@ -58,5 +58,5 @@ class DividingOptimizer(SteppingOptimizer):
         natural, layer.natural = layer.natural, None
         return natural
 
-    def _simple_scales(self, layer: Layer, parts: list[Part]) -> Scales | None:
-        return None if layer.natural is not None else super()._simple_scales(layer, parts)
+    def _is_usual(self, layer: Layer, parts: list[Part]) -> bool:
+        return layer.natural is None and super()._is_usual(layer, parts)

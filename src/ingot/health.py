@@ -159,8 +159,8 @@ _MESSAGES = {
     "statistics": "the factors of {} were not updated, because the statistics of this batch are not finite, "
     f"or more than {EXPLOSION:g} times their average. Training goes on with the factors as they are; look "
     "for inputs or targets that are out of range.",
-    "gradient": "the gradient of {} was taken for zero, because it is not finite, or would make the "
-    f"momentum more than {OUTLIER:g} times its usual size. Training goes on; look for inputs or targets that "
+    "gradient": "the gradient of {} was taken for zero, because it is not finite, or its step would be "
+    f"more than {OUTLIER:g} times the usual momentum. Training goes on; look for inputs or targets that "
     "are out of range, or use torch.amp.GradScaler if the model computes in float16.",
     "rate": "the factors of {} overshoot (β₁ |m| > 2): lower precond_lr, or bound their steps with "
     "max_factor_step=0.5.",

@@ -17,6 +17,7 @@ from ingot.distributed import reshard
 from ingot.groups import Group, check_group
 from ingot.model import Layer, find_layers
 from ingot.rules import Pair
+from ingot.stability import Rates
 from ingot.statistics import Grams
 from ingot.watch import Watch
 
@@ -52,6 +53,7 @@ class Now:
     seen_loss: Any = None  # what the next step is to check of it
     curvature_pass: Any = None  # that statistics come from at the moment, if not from the loss's
     grams: Grams = field(default_factory=Grams)
+    rates: list[Rates] = field(default_factory=list)  # of the groups, in the step that is taken
     replicas: Any = None  # the processes that have replicas of the model, once one of them ran
     replica_group: Any = None  # that they have for gradients
     exchanges: list[Any] = field(default_factory=list)  # of statistics, which are on their way
@@ -202,11 +204,10 @@ class ModelOptimizer(Optimizer):
             reshard(self._watch.model)  # which shows other parameters after a forward pass alone
         if self._watch.has_changed:
             self._replace_parameters(self._watch)
-        for p in self._group_index:
-            kind = _kind(p)
-            if self._kinds[p] != kind:
-                self._convert(p, resized=self._kinds[p][0] != p.shape)
-                self._kinds[p] = kind
+        changed = [p for p, kind in self._kinds.items() if _kind(p) != kind]
+        for p in changed:
+            self._convert(p, resized=self._kinds[p][0] != p.shape)
+            self._kinds[p] = _kind(p)
         self._now.has_followed = True
 
     def _convert(self, p: Tensor, resized: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,7 @@ from ingot.groups import Group
 from ingot.model import Layer
 from ingot.precision import computable, computing, keeping
 from ingot.rules import Pair, Product
-from ingot.scalars import Number, number
-from ingot.stability import greatest_agreement
-from ingot.structures import SquarePart
+from ingot.stability import Rates
 from ingot.structures.diagonal import Squares
 
 
@@ -27,6 +25,29 @@ class Scales(NamedTuple):
     rows: Tensor
     columns: Tensor
     bias: Tensor | None
+
+
+class Beside(NamedTuple):
+    """K Kᵀ where few columns mix with the bias, so that nothing large is put together or cut."""
+
+    columns: int  # those that do not
+    first: Product  # of these
+    last: Product  # of the others and the bias
+    scale: Tensor | None  # what the bias is multiplied with where there are no others
+
+    @classmethod
+    def of(cls, product: Product) -> Beside | None:
+        """That of a product, if it comes in such parts."""
+        parts = product.square.parts(product.entries)
+        if parts is None:
+            return None
+        first, last = (Product(part.square, part.entries) for part in parts)
+        scale = last.entries.unsqueeze(-1) if isinstance(last.square, Squares) else None
+        return cls(parts[0].rows, first, last, scale)
+
+
+Room: TypeAlias = tuple[Tensor, Tensor]
+"""Two places for a matrix on its way, of which the last one may take the result."""
 
 
 class Kept(NamedTuple):
@@ -39,7 +60,7 @@ class Kept(NamedTuple):
     k: Product
     c: Product
     scales: Scales | None
-    parts: tuple[SquarePart, SquarePart] | None  # K Kᵀ of the first columns, and of the last with the bias
+    beside: Beside | None
 
     def is_of(self, structures: Pair, kept_for: int, k: Tensor, c: Tensor) -> bool:
         """Whether the factors are still the same."""
@@ -74,16 +95,12 @@ class Part(NamedTuple):
     p: nn.Parameter
     state: dict[str, Any]
     group: Group
+    rates: Rates
 
     @property
     def value(self) -> Tensor:
         """What is moved."""
         return local(self.p)
-
-    @property
-    def gradient(self) -> Tensor:
-        """Where to, but for its sign; zeros if there is none."""
-        return torch.zeros_like(self.value) if self.p.grad is None else local(self.p.grad)
 
     @property
     def momentum(self) -> Tensor:
@@ -107,33 +124,14 @@ class Part(NamedTuple):
     @property
     def is_simple(self) -> bool:
         """Whether its step is that of the default settings, and all its tensors have the same dtype."""
-        group, momentum = self.group, self.state.get("momentum_buffer")
-        if momentum is None or self.p.grad is None or isinstance(group["momentum"], Tensor):
+        (p, state, group, _), gradient = self, self.p.grad
+        momentum = state.get("momentum_buffer")
+        if momentum is None or gradient is None or isinstance(group["momentum"], Tensor):
             return False
         if group["maximize"] or not (group["normalize_step"] and group["decoupled_weight_decay"]):
             return False
-        dtypes = {self.p.dtype, self.p.grad.dtype, momentum.dtype}
-        return len(dtypes) == 1 and self.p.dtype == computing(self.p.dtype) and bool(group["momentum"])
-
-    @property
-    def rate(self) -> Number:
-        """How much of the momentum stays at a step, α₂."""
-        return number(self.group["momentum"])
-
-    @property
-    def lr(self) -> Number:
-        """Its learning rate."""
-        return number(self.group["lr"])
-
-    @property
-    def peak_lr(self) -> Number:
-        """The highest one so far."""
-        return number(self.group["peak_lr"])
-
-    @property
-    def longest_step(self) -> Number:
-        """How much its entries may change by at the highest learning rate so far, in root mean square."""
-        return self.peak_lr * greatest_agreement(self.rate)
+        same = p.dtype == gradient.dtype == momentum.dtype == computing(p.dtype)
+        return same and bool(group["momentum"])
 
     @property
     def decay(self) -> float:
@@ -147,7 +145,7 @@ class Part(NamedTuple):
         """
         if self.decay:
             natural.add_(self.value, alpha=self.decay)
-        rate = self.rate
+        rate = self.rates.momentum
         if isinstance(rate, Tensor):
             return natural.addcmul_(self.momentum, rate)
         if not rate:
@@ -168,6 +166,12 @@ class Part(NamedTuple):
         return old.copy_(momentum)
 
 
+def gradient_of(p: Tensor, group: Group) -> Tensor:
+    """A parameter's gradient in this process, of what is made smaller; zeros if there is none."""
+    gradient = torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
+    return -gradient if group["maximize"] else gradient
+
+
 def owns_memory(tensor: Tensor) -> bool:
     """Whether a tensor is all that its memory is for."""
     return tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -184,37 +188,39 @@ def natural_gradient(layer: Layer, kept: Kept, gradients: list[Tensor]) -> list[
     return [adapter.matrix_weight(layer.module, natural, layer.weight), *last]
 
 
-def natural_matrix(kept: Kept, gradients: tuple[Tensor, ...]) -> list[Tensor]:
-    """C Cᵀ ∇W K Kᵀ of a matrix, and of the bias beside it if there is one."""
-    k, c = kept.k, kept.c
+def natural_matrix(kept: Kept, gradients: tuple[Tensor, ...], room: Room | None = None) -> list[Tensor]:
+    """C Cᵀ ∇W K Kᵀ of a matrix, and of the bias beside it if there is one; in new memory without room."""
     matrix, *bias = gradients
     if kept.scales is not None:
         rows, columns, of_bias = kept.scales
-        return [torch.mul(matrix, rows).mul_(columns), *(g * of_bias for g in bias if of_bias is not None)]
+        scaled = torch.mul(matrix, rows, out=room[1] if room else None).mul_(columns)
+        return [scaled, *(g * of_bias for g in bias if of_bias is not None)]
     if not bias:
-        return [rules.natural_gradient(k, c, matrix)]
+        return [rules.natural_gradient(kept.k, kept.c, matrix, room)]
     column = bias[0].view(*matrix.shape[:-1], 1)
-    if kept.parts is not None:
-        natural, beside = _in_parts(*kept.parts, c, matrix, column)
+    if kept.beside is not None:
+        natural, last = _natural_beside(kept.beside, kept.c, matrix, column, room)
     else:
-        both = rules.natural_gradient(k, c, _beside(matrix, column))
-        natural, beside = both.split((matrix.shape[-1], 1), dim=-1)
-    return [natural, beside.reshape(bias[0].shape)]
+        both = rules.natural_gradient(kept.k, kept.c, _beside(matrix, column))
+        natural, last = both.split((matrix.shape[-1], 1), dim=-1)
+    return [natural, last.reshape(bias[0].shape)]
 
 
-def _in_parts(
-    first: SquarePart, last: SquarePart, c: Product, matrix: Tensor, column: Tensor
+def _natural_beside(
+    k: Beside, c: Product, matrix: Tensor, column: Tensor, room: Room | None
 ) -> tuple[Tensor, Tensor]:
-    """The natural gradient where few columns mix with the bias: nothing large is put together or cut."""
-    matrix, column = (c.apply(x, torch.empty_like(x)) for x in (matrix, column))
-    of_first, of_last = Product(first.square, first.entries), Product(last.square, last.entries)
-    if last.rows == 1:
-        return of_first.apply_right(matrix), of_last.apply_right(column)
-    both = of_last.apply_right(torch.cat((matrix[..., first.rows :], column), dim=-1))
-    natural = matrix if first.square.works_in_place else torch.empty_like(matrix)
-    of_first.apply(*(x[..., : first.rows].mT for x in (matrix, natural)))
-    natural[..., first.rows :] = both[..., :-1]
-    return natural, both[..., -1:]
+    spare, out = room or (torch.empty_like(matrix), None)
+    matrix, column = c.apply(matrix, spare), c.apply(column, torch.empty_like(column))
+    if k.scale is not None:
+        return k.first.apply_right(matrix, out), column.mul_(k.scale)
+    both = k.last.apply_right(torch.cat((matrix[..., k.columns :], column), dim=-1))
+    if k.first.square.works_in_place:
+        out = matrix
+    elif out is None:
+        out = torch.empty_like(matrix)
+    k.first.apply(*(x[..., : k.columns].mT for x in (matrix, out)))
+    out[..., k.columns :] = both[..., :-1]
+    return out, both[..., -1:]
 
 
 def fused_descent(weight: Tensor, momentum: Tensor, length: float, decay: float) -> None:

@@ -9,12 +9,15 @@ divided by the dimension to keep their range.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ingot.precision import computable
+from ingot.precision import computable, computing
 from ingot.scalars import Number, coefficient, number
 from ingot.structures import Square, Structure
 
@@ -37,19 +40,27 @@ class Factor(NamedTuple):
         return self.structure.dense(self.entries)
 
 
-class Product(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Product:
     """K Kᵀ or C Cᵀ (KFAC: an inverse), as gradients are multiplied with it."""
 
     square: Square
     entries: Tensor
 
-    def apply(self, x: Tensor, out: Tensor) -> Tensor:
-        """Its product with X; ``out`` is a place for it."""
-        return self.square.apply(computable(self.entries), x, out)
+    @cached_property
+    def apply(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Its product with X, and with a place for it: ``apply(x, out)``."""
+        square, entries = self.square, self.entries
+        if entries.dtype == computing(entries.dtype):
+            return square.ready(entries)
+        return lambda x, out: square.apply(computable(entries), x, out)  # nothing longer is kept
 
-    def apply_right(self, x: Tensor) -> Tensor:
+    def apply_right(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """The product of X with it, in the place of X if that is possible."""
-        out = x if self.square.works_in_place else torch.empty_like(x)
+        if self.square.works_in_place:
+            out = x
+        elif out is None:
+            out = torch.empty_like(x)
         return self.apply(x.mT, out.mT).mT
 
 
@@ -115,9 +126,12 @@ def move(factor: Factor, m: Tensor, lr: Number) -> Tensor:
     return s.add_matmul(entries, entries, m, -lr)
 
 
-def natural_gradient(k: Product, c: Product, gradient: Tensor) -> Tensor:
-    """C Cᵀ ∇W K Kᵀ, or S_C⁻¹ ∇W S_K⁻¹ for KFAC."""
-    return k.apply_right(c.apply(gradient, torch.empty_like(gradient)))
+def natural_gradient(
+    k: Product, c: Product, gradient: Tensor, room: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """C Cᵀ ∇W K Kᵀ, or S_C⁻¹ ∇W S_K⁻¹ for KFAC; the second of two places is for the result."""
+    spare, out = room or (torch.empty_like(gradient), None)
+    return k.apply_right(c.apply(gradient, spare), out)
 
 
 # --- KFAC, which inverts --------------------------------------------------------------------------------

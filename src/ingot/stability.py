@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from ingot import scalars
-from ingot.scalars import Flag, Number, greatest, least, no, smaller, where
+from ingot.scalars import Flag, Number, greatest, least, no, number, smaller, where
 
 # --- The step of the factors ----------------------------------------------------------------------------
 
@@ -54,9 +57,51 @@ def greatest_agreement(rate: Number) -> Number:
     return ((1 + rate) / (1 - rate)) ** 0.5
 
 
-def may_bind(longest: float, d_i: int, max_relative: float) -> bool:
+def may_bind(longest: Number, d_i: int, max_relative: float | None) -> bool:
     """Whether the bound on a step may be below the longest one, for weights of no matter what size."""
+    if max_relative is None or isinstance(longest, Tensor):
+        return max_relative is not None
     return longest > max_relative * (3 * d_i) ** -0.5
+
+
+class Rates(NamedTuple):
+    """What a parameter's step depends on in its group."""
+
+    lr: Number
+    peak_lr: Number  # the highest so far
+    momentum: Number
+    decay: Number  # of the parameter itself, by one step
+    max_relative: float | None
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Rates:
+        """The numbers that a group has now."""
+        lr, decay = number(group["lr"]), group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
+        bound = group["max_relative_step"] if group["normalize_step"] else None
+        return cls(lr, number(group["peak_lr"]), number(group["momentum"]), lr * decay, bound)
+
+    @property
+    def longest(self) -> Number:
+        """How much entries may change by at the highest learning rate so far, in root mean square."""
+        return self.peak_lr * greatest_agreement(self.momentum)
+
+
+def step_lengths(
+    rates: Iterable[Rates],
+    momentum_rms: Number,
+    agreement: Number,
+    d_i: int,
+    weight_rms: Callable[[], Number],
+) -> list[Number]:
+    """Those of a layer's weight and bias; how large the weight is, is asked for if it matters."""
+    lengths, size = [], None
+    for its in rates:
+        bound = its.max_relative if may_bind(its.peak_lr * agreement, d_i, its.max_relative) else None
+        if bound is not None and size is None:
+            size = weight_rms()
+        of_weight = 0.0 if size is None else size
+        lengths.append(step_length(its.lr, its.peak_lr, momentum_rms, agreement, of_weight, d_i, bound))
+    return lengths
 
 
 def step_length(
@@ -94,7 +139,7 @@ EXPLOSION = 1e6
 """A batch whose tr(U) or tr(G) is so many times its moving average says nothing of the curvature."""
 
 OUTLIER = 300
-"""A gradient that makes the momentum so many times its usual size says nothing of where to go."""
+"""A natural gradient so many times the momentum's usual size says nothing of where to go."""
 
 NO_CURVATURE = 1e-30
 """Traces below this are round-off. The factors that fit them could not be squared in float32."""
@@ -121,7 +166,7 @@ def has_exploded(average: Number, new: Number) -> Flag:
 
 
 def is_usual(size: Number, usual: Number, steps: int) -> Flag:
-    """Whether a new momentum has a size that can be trusted: finite, and not far beyond the usual."""
+    """Whether a natural gradient can be trusted: finite, and not far beyond the momentum's usual size."""
     is_outlier = (usual > 0) & (size > OUTLIER * usual) & (steps >= SETTLED_STEPS)
     return scalars.is_finite(size) & no(is_outlier)
 

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from math import inf, sqrt
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -102,6 +102,19 @@ def test_constant_columns_do_not_spoil_the_others(tmp_path):
     assert len({line.split(",")[4] for line in file.read_text().splitlines()[1:]}) == 1  # the depth
     x, _ = load_diamonds(tmp_path)
     assert x.abs().max() < 10
+
+
+def test_records_that_contradict_themselves_are_left_out(tmp_path):
+    file = made_data.diamonds(tmp_path)
+    expected = load_diamonds(tmp_path)
+    head, first, *others = file.read_text().splitlines()
+    typos = [first.replace("4.1,4.2,", f"{x},{y},") for x, y in ((4.1, 42.0), (0.0, 0.0), (0.0, 4.2))]
+    assert all(typo != first for typo in typos)
+    file.write_text("\n".join([head, *typos[:1], first, *typos[1:], *others]))
+    assert all(torch.equal(*pair) for pair in zip(load_diamonds(tmp_path), expected, strict=True))
+    file.write_text("\n".join([head, *typos]))
+    with pytest.raises(MissingDataError, match="no record whose depth"):
+        load_diamonds(tmp_path)
 
 
 def test_tables_that_do_not_serve(tmp_path, monkeypatch):
@@ -269,10 +282,10 @@ def test_evaluate_stores_and_shows_everything(small, tmp_path):
     for name in ("defaults", "in AdamW's time", "tuned"):
         assert set(found[name]) == {"first", "second"}
         assert set(found[name]["first"]) == {"AdamW", "control lr=2e-3"}
-    searched = found["searches"]["second"]["AdamW"]
+    (searched,) = found["searches"]["second"]["AdamW"]
     assert searched["trials"] == 2
     assert set(searched["settings"]) == {"lr", "weight_decay", "eps", "beta2"}
-    assert "lr" not in found["searches"]["second"]["control lr=2e-3"]["settings"]  # which was given
+    assert "lr" not in found["searches"]["second"]["control lr=2e-3"][0]["settings"]  # which was given
     text = (tmp_path / "scoreboard.md").read_text()
     assert "### Beside AdamW, tuned" in text
     from ingot.lab.records import runs_below
@@ -288,6 +301,26 @@ def test_evaluate_stores_and_shows_everything(small, tmp_path):
     assert again.exit_code == 0
     assert stamps == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("records.jsonl")}
     assert json.loads((tmp_path / "scoreboard.json").read_text()) == found
+
+
+def test_several_searches_tell_how_much_is_luck(small, tmp_path):
+    words = ("evaluate", "first", "-o", "SGD", "--seeds", "2", "--trials", "2", "--searches", "3")
+    result = invoke(*words, "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "scoreboard.json").read_text())
+    from ingot.lab.records import runs_below
+
+    for label in ("AdamW", "SGD"):
+        searches = found["searches"]["first"][label]
+        rates = [search["settings"]["lr"] for search in searches]
+        assert len(set(rates)) == len(searches) == 3
+        folders = [tmp_path / phase / "first" / label for phase in ("tuned", "tuned_1", "tuned_2")]
+        runs = [runs_below([folder]) for folder in folders]
+        assert [{run.settings["learning rate"] for run in its} for its in runs] == [{rate} for rate in rates]
+        means = [fmean(run.records[-1].test_loss for run in its) for its in runs]
+        standing = found["tuned"]["first"][label]
+        assert standing["loss"] == pytest.approx(fmean(means))
+        assert standing["loss_error"] == pytest.approx(stdev(means) / 3**0.5)  # of searches, not of runs
 
 
 def test_what_cannot_train_a_model_is_left_out_there(small, tmp_path, monkeypatch):
@@ -423,7 +456,7 @@ def test_a_search_has_held_out_data_and_gives_its_best(small, tmp_path, monkeypa
     run_search = evaluating.run_search
     monkeypatch.setattr(evaluating, "run_search", noting)
     found = evaluating.tune_one(
-        evaluating.Tuning("first", None, choose("AdamW"), 3, Loop(tensorboard=False), tmp_path)
+        evaluating.Tuning("first", None, choose("AdamW"), 3, 0, Loop(tensorboard=False), tmp_path)
     )
     assert seen["examples"] == 64 - 64 // 5
     study = seen["study"]
@@ -440,7 +473,7 @@ def test_the_best_of_a_search_has_to_be_so_on_other_held_out_examples(small, tmp
     """A trial that was lucky once does not win, and what was trained is not trained again."""
     from ingot.lab import evaluating
 
-    tuning = evaluating.Tuning("first", None, choose("AdamW"), 6, Loop(tensorboard=False), tmp_path)
+    tuning = evaluating.Tuning("first", None, choose("AdamW"), 6, 0, Loop(tensorboard=False), tmp_path)
     evaluating.tune_one(tuning)
     task = evaluating._task("first", None)
     file = tmp_path / "searches" / "first" / "AdamW.db"
@@ -466,7 +499,7 @@ def test_finals_have_other_seeds_and_other_held_out_examples(small, tmp_path, mo
 
     monkeypatch.setattr(tuning, "Trainer", Noting)
     evaluating.tune_one(
-        evaluating.Tuning("first", None, choose("AdamW"), 1, Loop(tensorboard=False), tmp_path)
+        evaluating.Tuning("first", None, choose("AdamW"), 1, 0, Loop(tensorboard=False), tmp_path)
     )
     task = evaluating._task("first", None)
     assert [seed for seed, _ in seen] == list(range(1 + FINALS))

@@ -108,24 +108,32 @@ def evaluate_in_time(
 
 
 def evaluate_tuned(
-    evaluation: Evaluation, trials: int, console: Console
-) -> tuple[dict[str, list[Group]], dict[str, dict[str, Tuned]]]:
-    """The best settings of equally many trials of each optimizer on held out data, from fresh seeds."""
-    by_task = suited(evaluation, console)
-    searches = [
-        Tuning(task, evaluation.data_dir, chosen, trials, _loop(evaluation, task, 1), evaluation.out)
-        for task, several in by_task.items()
+    evaluation: Evaluation, trials: int, searches: int, console: Console
+) -> tuple[dict[str, list[Group]], dict[str, dict[str, list[Tuned]]]]:
+    """The best settings of equally many trials of each optimizer on held out data, from fresh seeds.
+
+    What a search of few trials comes to is a matter of luck: several of them tell how much.
+    """
+    tunings = [
+        Tuning(task, evaluation.data_dir, chosen, trials, search, _loop(evaluation, task, 1), evaluation.out)
+        for task, several in suited(evaluation, console).items()
         for chosen in several
+        for search in range(searches)
     ]
-    found = _do_all(evaluation, tune_one, searches, console)
-    best: dict[str, dict[str, Tuned]] = {task: {} for task in evaluation.tasks}
-    for search, tuned in zip(searches, found, strict=True):
-        best[search.task][search.chosen.label] = tuned
-    tuned_ones = {
-        task: [chosen.with_settings(best[task][chosen.label].settings) for chosen in several]
-        for task, several in by_task.items()
-    }
-    return train_suite(evaluation, "tuned", tuned_ones, FRESH_SEED, console), best
+    best: dict[str, dict[str, list[Tuned]]] = {task: {} for task in evaluation.tasks}
+    works: list[Work] = []
+    for tuning, tuned in zip(tunings, _do_all(evaluation, tune_one, tunings, console), strict=True):
+        best[tuning.task].setdefault(tuning.chosen.label, []).append(tuned)
+        phase = f"tuned{_number(tuning.search)}"
+        chosen = tuning.chosen.with_settings(tuned.settings)
+        works += _works(evaluation, phase, tuning.task, chosen, FRESH_SEED)
+    runs = _do_all(evaluation, train_one, works, console)
+    return _grouped(works, runs, evaluation.tasks, searches), best
+
+
+def _number(search: int) -> str:
+    """What the files of a search are told by; a single search needs nothing."""
+    return f"_{search}" if search else ""
 
 
 # --- One training -----------------------------------------------------------------------------------------
@@ -163,6 +171,7 @@ class Tuning(NamedTuple):
     data_dir: Path | None
     chosen: Chosen
     trials: int
+    search: int
     loop: Loop
     out: Path
 
@@ -186,8 +195,9 @@ def tune_one(tuning: Tuning) -> Tuned:
         tuning.chosen,
         tuning.loop,
         tuning.chosen.label,
-        url_of(folder / f"{folder_name(tuning.chosen.label)}.db"),
+        url_of(folder / f"{folder_name(tuning.chosen.label)}{_number(tuning.search)}.db"),
         prune=False,
+        seed=tuning.search,
     )
     study = run_search(search, tuning.trials, lambda trial: None)
     ended = [trial for trial in study.get_trials() if is_finished(trial)]
@@ -232,11 +242,16 @@ def _works(
     return [Work(task, evaluation.data_dir, chosen, seed, loop, folder / f"seed{seed}") for seed in seeds]
 
 
-def _grouped(works: Sequence[Work], runs: Sequence[Run], tasks: Sequence[str]) -> dict[str, list[Group]]:
+def _grouped(
+    works: Sequence[Work], runs: Sequence[Run], tasks: Sequence[str], searches: int = 1
+) -> dict[str, list[Group]]:
     found: dict[str, dict[str, list[Run]]] = {task: {} for task in tasks}
     for work, run in zip(works, runs, strict=True):
         found[work.task].setdefault(work.optimizer.label, []).append(run)
-    return {task: [Group(label, runs) for label, runs in groups.items()] for task, groups in found.items()}
+    return {
+        task: [Group(label, runs, searches) for label, runs in groups.items()]
+        for task, groups in found.items()
+    }
 
 
 def _do_all(

@@ -75,7 +75,7 @@ CURVATURE = {
     "lr": LR,
     "weight_decay": WEIGHT_DECAY,
     "damping": Range(1e-2, 10.0),
-    "max_relative_step": Range(3e-3, 1e-1),
+    "max_relative_step": Range(1e-2, 1e-1),
 }
 # The paper's step has another scale, and its damping is an absolute number.
 OF_PAPER = {

@@ -22,7 +22,7 @@ class Standing:
 
     Attributes:
         loss: The mean of the last test losses; infinite if a run diverged.
-        loss_error: The standard error of this mean.
+        loss_error: The standard error of this mean: of runs, or of searches where settings come from several.
         error: The mean of the last errors, such as the share of wrong classes.
         error_error: Its standard error.
         steps: Steps to the reference's best loss, as a share of those that the reference takes to it.
@@ -53,9 +53,9 @@ def standing(group: Group, reference: Group) -> Standing:
         losses, errors = [inf], [inf]
     return Standing(
         fmean(losses),
-        standard_error(losses),
+        standard_error(_by_search(losses, group.searches)),
         fmean(errors),
-        standard_error(errors),
+        standard_error(_by_search(errors, group.searches)),
         steps,
         seconds,
         group.seconds_per_step / reference.seconds_per_step,
@@ -69,6 +69,14 @@ def standings(board: Board) -> dict[str, dict[str, Standing]]:
     return {
         task: {group.label: standing(group, groups[0]) for group in groups} for task, groups in board.items()
     }
+
+
+def _by_search(values: Sequence[float], searches: int) -> Sequence[float]:
+    """One value for each search, if there are several: runs with the same settings share its luck."""
+    if searches == 1:
+        return values
+    each = len(values) // searches
+    return [fmean(values[first : first + each]) for first in range(0, len(values), each)]
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -16,10 +16,14 @@ BASELINES = ("SGD", "AdamW")
 
 @dataclass(frozen=True)
 class Group:
-    """All seeds of one optimizer on one task."""
+    """All seeds of one optimizer on one task.
+
+    Where its settings come from several searches, equally many runs of each follow each other.
+    """
 
     label: str
     runs: list[Run]
+    searches: int = 1
 
     @property
     def finished(self) -> list[Run]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -33,6 +35,10 @@ class Square(ABC):
     @abstractmethod
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
         """A Aᵀ X for a dense X, written to ``out`` if that saves memory."""
+
+    def ready(self, entries: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """``apply`` with these entries, for those that meet many X: what depends on them alone is done."""
+        return partial(self.apply, entries)
 
 
 class SquarePart(NamedTuple):

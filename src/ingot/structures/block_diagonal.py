@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -204,14 +205,21 @@ class _BlockSquares(Square):
         return self.structure._join_blocks(*(p @ p.mT for p in self.structure._blocks(a)))
 
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        s = self.structure
-        for p, q, r in zip(s._blocks(entries), s._rows(x), s._rows(out), strict=True):
-            if p.ndim != 3:
-                torch.matmul(p, q, out=r)
-            elif r.stride(2) != 1 and r.stride(1) == 1:
-                # Batched products are slow to write columns: what is laid out by these is multiplied from
-                # the right, which symmetric blocks may be, and put in its place afterwards.
-                r.mT.copy_(torch.bmm(q.mT, p))
-            else:
-                torch.bmm(p, q, out=r)
-        return out
+        return self.ready(entries)(x, out)
+
+    def ready(self, entries: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        rows, blocks = self.structure._rows, self.structure._blocks(entries)
+
+        def apply(x: Tensor, out: Tensor) -> Tensor:
+            for p, q, r in zip(blocks, rows(x), rows(out), strict=True):
+                if p.ndim != 3:
+                    torch.matmul(p, q, out=r)
+                elif r.stride(2) != 1 and r.stride(1) == 1:
+                    # Batched products are slow to write columns: what is laid out by these is multiplied
+                    # from the right, which symmetric blocks may be, and put in its place afterwards.
+                    torch.bmm(q.mT, p, out=r.mT)
+                else:
+                    torch.bmm(p, q, out=r)
+            return out
+
+        return apply

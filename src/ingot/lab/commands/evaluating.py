@@ -58,6 +58,9 @@ def evaluate(
     trials: Annotated[
         int, typer.Option(min=0, help="Also compare the best settings of so many random trials of each.")
     ] = 0,
+    searches: Annotated[
+        int, typer.Option(callback=positive, help="How often to search: so many trials are a matter of luck.")
+    ] = 1,
     in_time: Annotated[
         bool, typer.Option("--in-time", help="Also compare at AdamW's time instead of its steps.")
     ] = False,
@@ -95,9 +98,9 @@ def evaluate(
             boards[f"in {REFERENCE}'s time"] = {
                 task: [defaults[task][0], *groups] for task, groups in matched.items()
             }
-        searches: dict[str, Any] = {}
+        tuned: dict[str, Any] = {}
         if trials:
-            boards["tuned"], searches = evaluate_tuned(focused, trials, console)
+            boards["tuned"], tuned = evaluate_tuned(focused, trials, searches, console)
         found = {name: scoreboard.standings(board) for name, board in boards.items()}
         lines = []
         for name, standings in found.items():
@@ -108,7 +111,10 @@ def evaluate(
             name: {task: {k: asdict(v) for k, v in of.items()} for task, of in standings.items()}
             for name, standings in found.items()
         }
-        content["searches"] = {task: {k: v._asdict() for k, v in of.items()} for task, of in searches.items()}
+        content["searches"] = {
+            task: {label: [one._asdict() for one in found] for label, found in of.items()}
+            for task, of in tuned.items()
+        }
         (out / "scoreboard.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         (out / "scoreboard.md").write_text("\n".join(lines), encoding="utf-8")
         typer.echo(out / "scoreboard.md")

@@ -19,7 +19,8 @@ CATEGORIES = ("cut", "color", "clarity")
 def load_diamonds(folder: Path | None) -> tuple[Tensor, Tensor]:
     """What is known of each diamond, ``[n, 26]``, and the logarithm of its price, ``[n, 1]``.
 
-    Numbers have mean 0 and deviation 1; a category is a column for each value it has.
+    Numbers have mean 0 and deviation 1; a category is a column for each value it has. Records that contradict
+    themselves are left out.
     """
     file = look_for(folder, FILE) or _in_package()
     if file is None:
@@ -32,6 +33,9 @@ def load_diamonds(folder: Path | None) -> tuple[Tensor, Tensor]:
     missing = [name for name in (*NUMBERS, *CATEGORIES, "price") if not rows or name not in rows[0]]
     if missing:
         raise MissingDataError(f"{file} has no column {', '.join(missing)}")
+    rows = [row for row in rows if _is_sound(row)]
+    if not rows:
+        raise MissingDataError(f"{file} has no record whose depth is about that of its dimensions")
     numbers = torch.tensor([[float(row[name]) for name in NUMBERS] for row in rows])
     columns = [_normal(numbers)]
     for name in CATEGORIES:
@@ -40,6 +44,16 @@ def load_diamonds(folder: Path | None) -> tuple[Tensor, Tensor]:
         columns.append(torch.nn.functional.one_hot(places, len(values)).float())
     price = torch.tensor([[float(row["price"])] for row in rows])
     return torch.cat(columns, dim=1), _normal(price.log())
+
+
+def _is_sound(row: dict[str, str]) -> bool:
+    """Whether length, width and height have about the proportion that the record says, in per cent.
+
+    39 of the real ones have not: dimensions of 0, or of 58.9 mm where 8.09 was meant. One of these, 23
+    deviations from the mean, would decide the mean squared error of all that it is held out with.
+    """
+    x, y, z, depth = (float(row[name]) for name in ("x", "y", "z", "depth"))
+    return x + y > 0 and abs(200 * z / (x + y) - depth) <= 10
 
 
 def _normal(x: Tensor) -> Tensor:
