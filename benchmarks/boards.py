@@ -79,8 +79,10 @@ def validated(board: Board, tolerance: float = 0.005) -> str:
 
 
 def _digits(phases: Iterable[Mapping[str, Standing]]) -> int:
-    """Decimals that tell the optimizers of a task apart."""
-    return 4 if any(of[REFERENCE].loss < 0.1 for of in phases if REFERENCE in of) else 3
+    """Decimals that tell the optimizers of a task apart, and leave something of their standard errors."""
+    found = [one for of in phases for one in of.values() if isfinite(one.loss)]
+    digits = 4 if any(one.loss < 0.1 for one in found) else 3
+    return digits + any(0 < one.loss_error < 0.5 * 10**-digits for one in found)
 
 
 def _error(one: Standing | None) -> str:
