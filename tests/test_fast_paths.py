@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_atte
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ingot
-from ingot import compiled, rows, scalars, small, statistics, stepping, updating
+from ingot import compiled, natural, rows, scalars, small, statistics, stepping, updating
 from ingot.health import HealthWarning
 from ingot.structures import BlockDiagonal, Dense, Diagonal, dense, registered
 
@@ -352,7 +352,7 @@ def test_a_bad_batch_of_one_layer_does_not_touch_the_others():
 def test_diagonal_factors_as_numbers_for_rows_and_columns(settings):
     kind = ingot.SINGD, "diagonal"
     scaled = trained(kind, **settings)
-    with patch.object(stepping, "scales", lambda *_: None):
+    with patch.object(natural, "scales", lambda *_: None):
         assert_same(trained(kind, **settings), scaled)
 
 
@@ -587,15 +587,18 @@ def test_factors_of_another_dtype_are_left_to_the_long_way(small_steps):
     assert not any(small_steps)
 
 
-def test_small_weights_share_the_memory_of_their_natural_gradients():
+def test_small_weights_share_memory_that_is_there_in_steps_alone():
     model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(6)))
     optimizer = ingot.SINGD(model, structure="block_diagonal(8)", precond_every=30, precond_warmup=0)
-    for _ in range(12):
+    for _ in range(13):
         model(torch.randn(4, 48)).square().sum().backward()
         with Allocated() as watch:
             optimizer.step()
         optimizer.zero_grad()
-    assert watch.large == 2
+    assert watch.large == 0
+    (scratch,) = optimizer._now.scratch.values()
+    assert scratch.size == 48 * 49  # that of one layer
+    assert scratch.natural.untyped_storage().nbytes() == scratch.spare.untyped_storage().nbytes() == 0
 
 
 class Allocated(TorchDispatchMode):

@@ -54,6 +54,7 @@ class Now:
     curvature_pass: Any = None  # that statistics come from at the moment, if not from the loss's
     grams: Grams = field(default_factory=Grams)
     rates: list[Rates] = field(default_factory=list)  # of the groups, in the step that is taken
+    scratch: dict[torch.dtype, Any] = field(default_factory=dict)  # memory that steps of small layers share
     replicas: Any = None  # the processes that have replicas of the model, once one of them ran
     replica_group: Any = None  # that they have for gradients
     exchanges: list[Any] = field(default_factory=list)  # of statistics, which are on their way

@@ -15,15 +15,12 @@ from ingot.distributed import place_of
 from ingot.groups import Group
 from ingot.model import Layer, named_parameters
 from ingot.natural import (
-    Beside,
     Kept,
     Part,
     Scales,
     fused_descent,
     gradient_of,
     natural_gradient,
-    products_of,
-    scales,
 )
 from ingot.precision import computing, put
 from ingot.scalars import Flag, Number, Squares, is_at_hand, is_finite, no, number, squares, where
@@ -133,11 +130,10 @@ class SteppingOptimizer(UpdatingOptimizer):
                 found.append((layer, parts))
             else:
                 others.append(layer)
-        rooms = small.rooms(layer for layer, _ in found)
-        for layer, parts in found:
-            kept = self._kept(layer, parts[0].group)
-            if not small.has_stepped(layer, parts, kept, rooms[layer.weight.dtype]):
-                others.append(layer)
+        with small.lent(self._now.scratch, [layer for layer, _ in found]) as scratch:
+            for layer, parts in found:
+                if not small.has_stepped(layer, parts, self._kept(layer, parts[0].group), scratch):
+                    others.append(layer)
         return others
 
     def _simple_scales(self, layer: Layer, parts: list[Part]) -> Scales | None:
@@ -231,12 +227,7 @@ class SteppingOptimizer(UpdatingOptimizer):
         kept: Kept | None = layer.kept
         if kept is not None and kept.is_of(layer.structures, kept_for, state[k], state[c]):
             return kept
-        sources = state[k], state[c]
-        of_k, of_c = products_of(self.rule, layer.structures, *sources, kept_for)
-        versions = sources[0]._version, sources[1]._version
-        both = scales(of_k, of_c, layer.bias)
-        beside = Beside.of(of_k) if layer.bias is not None else None
-        layer.kept = kept = Kept(layer.structures, kept_for, sources, versions, of_k, of_c, both, beside)
+        layer.kept = kept = Kept.of(layer, self.rule, (state[k], state[c]), kept_for)
         return kept
 
     def _kept_for(self, layer: Layer, group: Group) -> int:
@@ -315,7 +306,7 @@ class SteppingOptimizer(UpdatingOptimizer):
             length = torch.as_tensor(length, dtype=value.dtype, device=value.device)
             value.mul_(1 - decay).addcmul_(momentum, length, value=-1)
         elif decay and length and value.is_contiguous() and momentum.is_contiguous():
-            fused_descent(value, momentum, length, decay)
+            fused_descent([value], [momentum], length, decay)
         else:
             value.mul_(1 - decay).sub_(momentum, alpha=length)
         if value is not p:
