@@ -517,8 +517,8 @@ def small_steps():
         taken.append(has_stepped(*args))
         return taken[-1]
 
-    has_stepped = small.has_stepped
-    with patch.object(small, "has_stepped", watched):
+    has_stepped = small.Plan.has_stepped
+    with patch.object(small.Plan, "has_stepped", watched):
         yield taken
 
 

@@ -205,7 +205,11 @@ class ModelOptimizer(Optimizer):
             reshard(self._watch.model)  # which shows other parameters after a forward pass alone
         if self._watch.has_changed:
             self._replace_parameters(self._watch)
-        changed = [p for p, kind in self._kinds.items() if _kind(p) != kind]
+        changed = [
+            p
+            for p, (shape, dtype, device) in self._kinds.items()
+            if p.dtype is not dtype or p.device != device or p.shape != shape
+        ]
         for p in changed:
             self._convert(p, resized=self._kinds[p][0] != p.shape)
             self._kinds[p] = _kind(p)

@@ -27,11 +27,15 @@ class Scales(NamedTuple):
     bias: Tensor | None
 
 
+KEPT_BY = ("cache_products", "precond_every")
+"""The settings by which products are kept, beside the memory that there is."""
+
+
 class Kept(NamedTuple):
     """The products of a layer's factors, and what they were made from."""
 
     structures: Pair
-    kept_for: int
+    settings: tuple[Any, ...]  # of the group, by which it was decided for how long they are kept
     sources: tuple[Tensor, Tensor]
     versions: tuple[int, int]
     k: Product
@@ -40,18 +44,21 @@ class Kept(NamedTuple):
     sections: list[Section]  # of K Kᵀ: its columns in parts that do not mix, the bias in the last one
 
     @classmethod
-    def of(cls, layer: Layer, rule: Rule, sources: tuple[Tensor, Tensor], kept_for: int) -> Kept:
+    def of(
+        cls, layer: Layer, rule: Rule, group: Group, sources: tuple[Tensor, Tensor], kept_for: int
+    ) -> Kept:
         """Make them, for so many steps."""
         k, c = products_of(rule, layer.structures, *sources, kept_for)
         versions, both = (sources[0]._version, sources[1]._version), scales(k, c, layer.bias)
         sections = (layer.bias is not None and k.sections) or [Section(0, layer.structures[0].dim, k)]
-        return cls(layer.structures, kept_for, sources, versions, k, c, both, sections)
+        settings = tuple(group[name] for name in KEPT_BY)
+        return cls(layer.structures, settings, sources, versions, k, c, both, sections)
 
-    def is_of(self, structures: Pair, kept_for: int, k: Tensor, c: Tensor) -> bool:
-        """Whether the factors are still the same."""
-        same = self.structures is structures and self.kept_for == kept_for
-        same = same and self.sources[0] is k and self.sources[1] is c
-        return same and self.versions == (k._version, c._version)
+    def is_of(self, structures: Pair, group: Group, k: Tensor, c: Tensor) -> bool:
+        """Whether factors and settings are still the same."""
+        same = self.structures is structures and self.sources[0] is k and self.sources[1] is c
+        same = same and self.versions == (k._version, c._version)
+        return same and self.settings == tuple(group[name] for name in KEPT_BY)
 
 
 def products_of(
@@ -203,11 +210,11 @@ def columns_of(
     """
     width = matrix.shape[-1]
     if stop <= width:
-        return matrix[..., start:stop]
+        return matrix if start == 0 and stop == width else matrix.narrow(-1, start, stop - start)
     assert bias is not None
     if start == width:
         return bias
-    rest = matrix[..., start:]
+    rest = matrix.narrow(-1, start, width - start)
     if is_by_columns(rest):
         return torch.cat((rest.mT, bias.mT), dim=-2, out=None if out is None else out.mT).mT
     return torch.cat((rest, bias), dim=-1, out=out)

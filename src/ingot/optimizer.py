@@ -194,6 +194,8 @@ class NaturalGradient(JoiningOptimizer):
 
     def _choose(self, layers: Mapping[nn.Parameter, Layer]) -> None:
         self._choice.extend(self, layers)
+        for layer in layers.values():
+            layer.kept = None  # there may be more room for products, or less
 
     def _bind(self, layer: Layer) -> Pair:
         """The structures of a layer's factors, for its dimensions."""
@@ -365,8 +367,11 @@ class NaturalGradient(JoiningOptimizer):
 
     def _check_captured(self) -> None:
         """Say so where nothing at all was captured though it should have been."""
-        layers = [layer for layer in self._layers.values() if layer.weight.grad is not None]
-        if not layers or any(self.rule.names[0] in self.state.get(layer.weight, {}) for layer in layers):
+        factor, layers = self.rule.names[0], self._layers.values()
+        seen = any(
+            factor in self.state.get(layer.weight, {}) and layer.weight.grad is not None for layer in layers
+        )
+        if seen or all(layer.weight.grad is None for layer in layers):
             return
         if self._fisher == "separate":
             raise RuntimeError(

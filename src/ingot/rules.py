@@ -20,7 +20,7 @@ from torch import Tensor
 from ingot.precision import computable, computing
 from ingot.scalars import Number, coefficient, number
 from ingot.structures import Square, Structure
-from ingot.structures.base import multiplied_in
+from ingot.structures.base import multiplied_in, written_to
 
 Pair: TypeAlias = tuple[Structure, Structure]
 """The structures of K and C."""
@@ -61,8 +61,14 @@ class Product:
         out = x if self.square.works_in_place else torch.empty_like(x)
         return self.apply(x.mT, out.mT).mT
 
+    def into(self, out: Tensor) -> Callable[[Tensor], object]:
+        """What writes the product with any X to ``out``, which stays where it is."""
+        if self.entries.dtype == out.dtype:
+            return self.square.into(self.entries, out)
+        return written_to(out, self.apply)
+
     def in_place_of(self, x: Tensor, room: Tensor) -> tuple[Callable[[], object], Tensor]:
-        """The product of an X that stays where it is with it: what to call, and the result, as of ``Square``."""
+        """The product of an X that stays where it is with it: what to call, and the result."""
         if self.entries.dtype == x.dtype:
             return self.square.in_place_of(self.entries, x, room)
         return multiplied_in(room, x, self.apply)

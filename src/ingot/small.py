@@ -1,28 +1,37 @@
 """The usual step of a small layer: the same as in ``stepping``, in few calls and in memory that layers share.
 
-Where a product takes a tenth of a millisecond, calls, views and new memory take as long as what is calculated.
-What does not change from step to step is therefore made once, as a plan.
+Where a product takes a tenth of a millisecond, calls, views and new memory take as long as what is
+calculated. What does not change from step to step is therefore made once, as a plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ingot import stability
+from ingot.family import Rule
+from ingot.groups import Group
 from ingot.model import Layer
 from ingot.natural import Kept, Part, columns_of, fused_descent
-from ingot.precision import computing
 from ingot.rules import Section
+from ingot.scalars import is_at_hand
+from ingot.stability import Rates
 from ingot.structures.base import is_by_columns, multiplied_in, place_in
+
+Settings: TypeAlias = tuple[Any, ...]
 
 SMALL = 1 << 20
 """Weights of no more entries than this are small."""
+
+
+SETTINGS = ("normalize_step", "decoupled_weight_decay", "maximize", "cache_products", "precond_every")
+"""The settings of a group that make a plan another one; rates are read at each step."""
 
 
 class Scratch:
@@ -34,57 +43,32 @@ class Scratch:
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self.size = size
         self.spare, self.natural = (torch.empty(size, dtype=dtype) for _ in range(2))
+        self._resize(0)
 
-    def resize(self, size: int) -> None:
-        """Have memory for so many numbers, or none."""
+    def lend(self, until: ExitStack) -> None:
+        """Have the memory, until this context ends."""
+        if not self.natural.untyped_storage().nbytes():
+            self._resize(self.size)
+            until.callback(self._resize, 0)
+
+    def _resize(self, size: int) -> None:
         for tensor in (self.spare, self.natural):
             tensor.untyped_storage().resize_(size * tensor.itemsize)
 
 
-ByDtype: TypeAlias = dict[torch.dtype, Scratch]
+def scratch_for(layer: Layer, layers: Iterable[Layer], known: dict[torch.dtype, Scratch]) -> Scratch:
+    """What is known for a layer, or new memory in which all small ones of these layers have room."""
+    dtype, needed = layer.weight.dtype, sum(p.numel() for p in layer.parameters)
+    if dtype not in known or known[dtype].size < needed:
+        alike = [other for other in layers if other.weight.dtype == dtype and is_small(other)]
+        sizes = [sum(p.numel() for p in other.parameters) for other in alike]
+        known[dtype] = Scratch(max([needed, *sizes]), dtype)
+    return known[dtype]
 
 
-@contextmanager
-def lent(scratch: ByDtype, layers: list[Layer]) -> Iterator[ByDtype]:
-    """Within this context there is memory that is large enough for each of these layers."""
-    needed: dict[torch.dtype, int] = {}
-    for layer in layers:
-        size = sum(p.numel() for p in layer.parameters)
-        needed[layer.weight.dtype] = max(size, needed.get(layer.weight.dtype, 0))
-    for dtype, size in needed.items():
-        if dtype not in scratch or scratch[dtype].size < size:
-            scratch[dtype] = Scratch(size, dtype)
-        scratch[dtype].resize(scratch[dtype].size)
-    try:
-        yield scratch
-    finally:
-        for dtype in needed:
-            scratch[dtype].resize(0)
-
-
-def has_stepped(layer: Layer, parts: list[Part], kept: Kept, scratch: ByDtype) -> bool:
-    """Take a layer's step, unless it is not the usual one after all: then nothing has changed."""
-    (weight, state, *_), rates = parts[0], [part.rates for part in parts]
-    if computing(kept.k.entries.dtype) != weight.dtype:
-        return False
-    plan = layer.plan
-    if plan is None or not plan.is_for(parts, kept, scratch[weight.dtype]):
-        plan = layer.plan = Plan(layer, parts, kept, scratch[weight.dtype])
-    plan.make_natural_gradient()
-    natural_size, usual = plan.natural_size(), state["size"].item()
-    if not stability.is_usual(natural_size, usual, state["steps"]):
-        return False
-    rate = float(rates[0].momentum)
-    plan.move_momenta(rate)
-    size = plan.momentum_size()
-    noise = stability.noise_size(state["noise"].item(), natural_size, size, rate)
-    agreement, d_i = stability.agreement(size, noise, rate), layer.structures[0].dim
-    lengths = stability.step_lengths(rates, size, agreement, d_i, plan.weight_size)
-    plan.descend([float(length) for length in lengths], [float(its.decay) for its in rates])
-    state["size"].fill_(stability.usual_size(usual, size, True))
-    state["noise"].fill_(noise)
-    state["steps"] += 1
-    return True
+def is_small(layer: Layer) -> bool:
+    """Whether a layer may have a plan."""
+    return layer.layout is None and layer.weight.numel() <= SMALL and is_at_hand(layer.weight)
 
 
 class Piece(NamedTuple):
@@ -93,7 +77,7 @@ class Piece(NamedTuple):
     start: int
     stop: int
     together: Tensor  # these columns of weight and bias, where both are among them
-    spare: Tensor  # C Cᵀ times these
+    times_c: Callable[[Tensor], object]  # multiplies them, to where K Kᵀ meets them
     times_k: Callable[[], object]  # makes them the natural gradient
 
 
@@ -101,12 +85,14 @@ class Plan:
     """How a layer takes its steps, with views of all that stays where it is from step to step."""
 
     def __init__(self, layer: Layer, parts: list[Part], kept: Kept, scratch: Scratch) -> None:
-        self._kept, self._scratch = kept, scratch
+        self.scratch, self._layer, self._kept = scratch, layer, kept
         self._adapter, self._module = layer.adapter, layer.module
         self._params: list[Tensor] = [part.p for part in parts]
+        self._states = [part.state for part in parts]
         self._momenta: list[Tensor] = [part.state["momentum_buffer"] for part in parts]
+        self._settings = [settings_of(part.group) for part in parts]
         self._count = sum(p.numel() for p in self._params)
-        self.natural = scratch.natural[: self._count]
+        self._natural = scratch.natural[: self._count]
         self._matrix = layer.adapter.weight_matrix(layer.module, self._momenta[0])
         self._by_columns = is_by_columns(self._matrix)
         # The matrices of a few layers are not views of their weights.
@@ -119,11 +105,11 @@ class Plan:
             sections = kept.sections if self._is_view else [Section(0, layer.structures[0].dim, kept.k)]
             for section in sections:
                 self._plan_section(section)
-        both = [*self._params, *self._momenta]
-        self._can_fuse = all(tensor.is_contiguous() for tensor in both)
+        self._can_fuse = all(tensor.is_contiguous() for tensor in (*self._params, *self._momenta))
+        self._flat_momenta = [_flat(momentum) for momentum in self._momenta] if self._can_fuse else None
 
     def _plan_scaling(self) -> None:
-        places = self.natural.split([p.numel() for p in self._params])
+        places = self._natural.split([p.numel() for p in self._params])
         shapes = [self._matrix.shape, *(p.shape for p in self._params[1:])]
         self._scaled = [place_in(places[0], shapes[0], by_columns=self._by_columns)]
         self._scaled += [place.view(shape) for place, shape in zip(places[1:], shapes[1:], strict=True)]
@@ -134,15 +120,18 @@ class Plan:
         start, stop, product = section
         *lead, width = self._matrix.shape
         rows, shape = math.prod(lead), (*lead, stop - start)
-        room = self.natural[rows * start : rows * stop]
-        spare = place_in(self._scratch.spare[: room.numel()], shape, by_columns=self._by_columns)
+        room = self._natural[rows * start : rows * stop]
+        spare = place_in(self.scratch.spare[: room.numel()], shape, by_columns=self._by_columns)
         has_bias = stop > width
-        if has_bias or not self._is_view:
-            times_k, natural = multiplied_in(room, spare, product.apply)
-        else:
-            times_k, natural = product.in_place_of(spare, room)
+        times_k, natural = product.in_place_of(spare, room)
+        if natural.ndim > len(shape) and (has_bias or not self._is_view):
+            # What is taken apart, or copied, must not be folded.
+            if natural.shape[-2] == 1:
+                natural = natural.squeeze(-2)
+            else:
+                times_k, natural = multiplied_in(room, spare, product.apply)
         together = place_in(room, shape, by_columns=self._by_columns)
-        self._pieces.append(Piece(start, stop, together, spare, times_k))
+        self._pieces.append(Piece(start, stop, together, self._kept.c.into(spare), times_k))
         if start < width:
             momentum = self._matrix[..., start : min(stop, width)] if self._is_view else self._momenta[0]
             if natural.ndim > len(shape):
@@ -151,51 +140,81 @@ class Plan:
         if has_bias:
             self._moves.append((natural[..., -1], self._momenta[1].view(lead)))
 
-    def is_for(self, parts: list[Part], kept: Kept, scratch: Scratch) -> bool:
-        """Whether all of it is still where it was."""
-        if self._kept is not kept or self._scratch is not scratch:
-            return False
-        pairs = zip(parts, self._momenta, strict=True)
-        return all(part.state["momentum_buffer"] is momentum for part, momentum in pairs)
+    def is_good(self, rule: Rule, states: Mapping[Tensor, Any], settings: list[Settings]) -> bool:
+        """Whether the coming step can be taken so: all is where it was, and nothing is looked at.
 
-    def make_natural_gradient(self) -> None:
+        ``settings`` are those of the groups of weight and bias now.
+        """
+        layer, kept = self._layer, self._kept
+        if layer.pending is not None or layer.natural is not None or layer.layout is not None:
+            return False
+        k, c = rule.applied
+        for p, state, momentum in zip(self._params, self._states, self._momenta, strict=True):
+            if states[p] is not state or state.get("momentum_buffer") is not momentum or p.grad is None:
+                return False
+        (state, *_), (of_k, of_c) = self._states, kept.sources
+        return (
+            state[k] is of_k
+            and state[c] is of_c
+            and kept.versions == (of_k._version, of_c._version)
+            and layer.structures is kept.structures
+            and self._settings == settings
+        )
+
+    def has_stepped(self, rates: list[Rates]) -> bool:
+        """Take the step, unless it is not the usual one after all: then nothing has changed.
+
+        The memory must be lent.
+        """
+        rate, state = float(rates[0].momentum), self._states[0]
+        if not rate or rate != rates[-1].momentum:
+            return False
+        self._make_natural_gradient()
+        natural_size, usual = _root_mean_square([self._natural]), state["size"].item()
+        if not stability.is_usual(natural_size, usual, state["steps"]):
+            return False
+        self._move_momenta(rate)
+        size = _root_mean_square(self._flat_momenta or [_flat(momentum) for momentum in self._momenta])
+        noise = stability.noise_size(state["noise"].item(), natural_size, size, rate)
+        agreement, d_i = stability.agreement(size, noise, rate), self._kept.structures[0].dim
+        lengths = stability.step_lengths(rates, size, agreement, d_i, self._weight_size)
+        self._descend([float(length) for length in lengths], [float(its.decay) for its in rates])
+        state["size"].fill_(stability.usual_size(usual, size, True))
+        state["noise"].fill_(noise)
+        state["steps"] += 1
+        return True
+
+    def _make_natural_gradient(self) -> None:
         """Make it of what the gradients are now, in ``natural``."""
-        gradient, *bias = (p.grad for p in self._params)
-        assert gradient is not None
-        matrix, kept = self._adapter.weight_matrix(self._module, gradient), self._kept
+        gradient, *bias = [p.grad for p in self._params if p.grad is not None]
+        kept = self._kept
+        if self._is_view and gradient.stride() == self._momenta[0].stride():  # as nearly always
+            matrix = gradient.as_strided(self._matrix.shape, self._matrix.stride(), gradient.storage_offset())
+        else:
+            matrix = self._adapter.weight_matrix(self._module, gradient)
         if kept.scales is not None:
             rows, columns, of_bias = kept.scales
             torch.mul(matrix, rows, out=self._scaled[0]).mul_(columns)
-            if bias:
+            if of_bias is not None:
                 torch.mul(bias[0], of_bias, out=self._scaled[1])
             return
         column = bias[0].view(*matrix.shape[:-1], 1) if bias else None
-        for start, stop, together, spare, times_k in self._pieces:
-            product = kept.c.apply(columns_of(matrix, column, start, stop, together), spare)
-            if product is not spare:
-                spare.copy_(product)
+        for start, stop, together, times_c, times_k in self._pieces:
+            times_c(columns_of(matrix, column, start, stop, together))
             times_k()
 
-    def move_momenta(self, rate: float) -> None:
-        """m ← α₂ m + n."""
+    def _move_momenta(self, rate: float) -> None:
+        """The momenta m ← α₂ m + n."""
         for natural, momentum in self._moves:
             if not self._is_view and momentum is self._momenta[0]:
                 natural = self._adapter.matrix_weight(self._module, natural, self._params[0])
             torch.add(natural, momentum, alpha=rate, out=momentum)
 
-    def natural_size(self) -> float:
-        """How long the natural gradient is, in root mean square."""
-        return _root_mean_square([self.natural])
-
-    def momentum_size(self) -> float:
-        """How long the momentum is."""
-        return _root_mean_square(self._momenta)
-
-    def weight_size(self) -> float:
+    def _weight_size(self) -> float:
         """How large the weight is."""
-        return _root_mean_square(self._params[:1])
+        return _root_mean_square([_flat(self._params[0])])
 
-    def descend(self, lengths: list[float], decays: list[float]) -> None:
+    def _descend(self, lengths: list[float], decays: list[float]) -> None:
         """W ← (1 - decay) W - length m, for weight and bias."""
         fuses = self._can_fuse and all(lengths) and all(decays)
         if fuses and lengths[0] == lengths[-1] and decays[0] == decays[-1]:
@@ -208,10 +227,16 @@ class Plan:
                 p.mul_(1 - decay).sub_(momentum, alpha=length)
 
 
-def _root_mean_square(tensors: list[Tensor]) -> float:
-    total, count = 0.0, 0
-    for t in tensors:
-        flat = t.view(-1) if t.is_contiguous() else t.reshape(-1)
-        total += torch.dot(flat, flat).item()
-        count += flat.numel()
-    return math.sqrt(total / count)
+def settings_of(group: Group) -> Settings:
+    """Those of a group that plans depend on."""
+    return tuple([group[name] for name in SETTINGS])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All numbers of a tensor, a copy of them where they are not stored one after another."""
+    return tensor.detach().reshape(-1)
+
+
+def _root_mean_square(flat: list[Tensor]) -> float:
+    total = sum([torch.dot(t, t).item() for t in flat])
+    return math.sqrt(total / sum([len(t) for t in flat]))

@@ -14,6 +14,8 @@ from ingot.scalars import Flag, Number, greatest, least, no, number, smaller, wh
 # --- The step of the factors ----------------------------------------------------------------------------
 
 
+TINY = torch.finfo(torch.float32).tiny
+
 WILD = 2.0
 """A step of a factor so many times its own size leaves nothing of it; such steps are told of."""
 
@@ -130,7 +132,7 @@ def step_length(
 
 def at_least_tiny(value: Number) -> Number:
     """A size to divide by."""
-    return greatest(value, torch.finfo(value.dtype if isinstance(value, Tensor) else torch.float32).tiny)
+    return value.clamp_min(torch.finfo(value.dtype).tiny) if isinstance(value, Tensor) else max(value, TINY)
 
 
 # --- What must not enter the factors or the weights -----------------------------------------------------

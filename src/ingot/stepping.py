@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +15,7 @@ from ingot.compiled import take_steps
 from ingot.distributed import place_of
 from ingot.groups import Group
 from ingot.model import Layer, named_parameters
-from ingot.natural import (
-    Kept,
-    Part,
-    Scales,
-    fused_descent,
-    gradient_of,
-    natural_gradient,
-)
+from ingot.natural import Kept, Part, Scales, fused_descent, gradient_of, natural_gradient
 from ingot.precision import computing, put
 from ingot.scalars import Flag, Number, Squares, is_at_hand, is_finite, no, number, squares, where
 from ingot.shards import natural_gradient as natural_gradient_of_shard
@@ -122,19 +116,30 @@ class SteppingOptimizer(UpdatingOptimizer):
         They share the memory that natural gradients need, and are made in few calls: where a product takes
         a tenth of a millisecond, both make a difference.
         """
-        found, others = [], []
-        for layer in layers:
-            is_small = layer.layout is None and layer.weight.numel() <= small.SMALL
-            parts = self._parts(layer) if is_small and is_at_hand(layer.weight) else []
-            if parts and self._is_usual(layer, parts):
-                found.append((layer, parts))
-            else:
-                others.append(layer)
-        with small.lent(self._now.scratch, [layer for layer, _ in found]) as scratch:
-            for layer, parts in found:
-                if not small.has_stepped(layer, parts, self._kept(layer, parts[0].group), scratch):
+        settings, index = [small.settings_of(group) for group in self.param_groups], self._group_index
+        others = []
+        with ExitStack() as step:
+            for layer in layers:
+                its, plan = [index[p] for p in layer.parameters], layer.plan
+                if plan is None or not plan.is_good(self.rule, self.state, [settings[i] for i in its]):
+                    plan = layer.plan = self._plan(layer, step)
+                else:
+                    plan.scratch.lend(step)
+                if plan is None or not plan.has_stepped([self._now.rates[i] for i in its]):
                     others.append(layer)
         return others
+
+    def _plan(self, layer: Layer, step: ExitStack) -> small.Plan | None:
+        """How a small layer takes its usual step, if that is what it is to take."""
+        parts = self._parts(layer) if small.is_small(layer) else []
+        if not parts or not self._is_usual(layer, parts):
+            return None
+        kept = self._kept(layer, parts[0].group)
+        if computing(kept.k.entries.dtype) != layer.weight.dtype:
+            return None
+        scratch = small.scratch_for(layer, self._layers.values(), self._now.scratch)
+        scratch.lend(step)
+        return small.Plan(layer, parts, kept, scratch)
 
     def _simple_scales(self, layer: Layer, parts: list[Part]) -> Scales | None:
         """What a gradient is multiplied with, if nothing else is done to it than usual; otherwise None."""
@@ -222,12 +227,10 @@ class SteppingOptimizer(UpdatingOptimizer):
 
     def _kept(self, layer: Layer, group: Group) -> Kept:
         """K Kᵀ and C Cᵀ; where they are worth keeping, those that were made after the last factor update."""
-        state, (k, c) = self.state[layer.weight], self.rule.applied
-        kept_for = self._kept_for(layer, group)
-        kept: Kept | None = layer.kept
-        if kept is not None and kept.is_of(layer.structures, kept_for, state[k], state[c]):
-            return kept
-        layer.kept = kept = Kept.of(layer, self.rule, (state[k], state[c]), kept_for)
+        state, kept = self.state[layer.weight], layer.kept
+        k, c = (state[name] for name in self.rule.applied)
+        if kept is None or not kept.is_of(layer.structures, group, k, c):
+            layer.kept = kept = Kept.of(layer, self.rule, group, (k, c), self._kept_for(layer, group))
         return kept
 
     def _kept_for(self, layer: Layer, group: Group) -> int:

@@ -40,6 +40,10 @@ class Square(ABC):
         """``apply`` with these entries, for those that meet many X: what depends on them alone is done."""
         return partial(self.apply, entries)
 
+    def into(self, entries: Tensor, out: Tensor) -> Callable[[Tensor], object]:
+        """What writes A Aᵀ X to ``out``, which stays where it is, for any X of its shape."""
+        return written_to(out, self.ready(entries))
+
     def in_place_of(self, entries: Tensor, x: Tensor, room: Tensor) -> tuple[Callable[[], object], Tensor]:
         """X A Aᵀ for an X ``[..., n, dim]`` that stays where it is, each time that its numbers are others.
 
@@ -49,19 +53,23 @@ class Square(ABC):
         return multiplied_in(room, x, self.ready(entries))
 
 
+def written_to(out: Tensor, apply: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], object]:
+    """``into`` by a function to which a place may be given."""
+
+    def write(x: Tensor) -> None:
+        product = apply(x, out)
+        if product is not out:
+            out.copy_(product)
+
+    return write
+
+
 def multiplied_in(
     room: Tensor, x: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Callable[[], object], Tensor]:
     """``in_place_of`` by a function that multiplies with columns and may write to a place for the result."""
     result = place_in(room, x.shape, by_columns=is_by_columns(x))
-    columns, place = x.mT, result.mT
-
-    def multiply() -> None:
-        product = apply(columns, place)
-        if product is not place:
-            place.copy_(product)
-
-    return multiply, result
+    return partial(written_to(result.mT, apply), x.mT), result
 
 
 def is_by_columns(x: Tensor) -> bool:

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from ingot.structures.base import Square, SquareSection, Structure, beside, multiplied_in, power_start
+from ingot.structures.base import Square, SquareSection, Structure, beside, power_start
 from ingot.structures.dense import Dense, add_product
 from ingot.structures.diagonal import Diagonal, Squares
 
@@ -122,7 +122,10 @@ class BlockDiagonal(Structure):
         """The largest of the blocks' norms, each by three steps of power iteration."""
         full, *tail = self._blocks(a)
         norms = _norms(full).amax(-1, keepdim=True)
-        return torch.maximum(norms, _norms(tail[0]).unsqueeze(-1)) if tail else norms
+        if not tail:
+            return norms
+        of_tail = _norms(tail[0]).unsqueeze(-1) if self._tail > 1 else tail[0].squeeze(-1).abs()
+        return torch.maximum(norms, of_tail)
 
     def norm_bound(self, a: Tensor) -> Tensor:
         """The largest of the blocks' Frobenius norms."""
@@ -221,11 +224,18 @@ class _BlockSquares(Square):
 
         return apply
 
+    def into(self, entries: Tensor, out: Tensor) -> Callable[[Tensor], object]:
+        s = self.structure
+        if out.ndim != 2 or entries.ndim != 1 or out.stride(-1) != 1 or s._tail:
+            return super().into(entries, out)
+        (blocks,), (place,), shape = s._blocks(entries), s._rows(out), (s._full, s.block, -1)
+        return lambda x: torch.bmm(blocks, x.view(shape), out=place)
+
     def in_place_of(self, entries: Tensor, x: Tensor, room: Tensor) -> tuple[Callable[[], object], Tensor]:
-        s, rows = self.structure, x.shape[0]
-        if x.ndim != 2 or entries.ndim != 1 or x.stride(-1) != 1 or s._tail or s._full == 1:
-            return multiplied_in(room, x, self.ready(entries))
+        s = self.structure
+        if x.ndim != 2 or entries.ndim != 1 or x.stride(-1) != 1 or s._tail:
+            return super().in_place_of(entries, x, room)
         # Batched products are slow to write columns: each block's are by themselves.
-        blocks, columns = s._blocks(entries)[0], x.unflatten(1, (s._full, s.block)).transpose(0, 1)
-        result = room.view(s._full, rows, s.block)
+        (blocks,), columns = s._blocks(entries), x.unflatten(1, (s._full, s.block)).transpose(0, 1)
+        result = room.view(s._full, len(x), s.block)
         return partial(torch.bmm, columns, blocks, out=result), result.transpose(0, 1)

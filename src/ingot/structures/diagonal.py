@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -106,3 +108,6 @@ class Squares(Square):
 
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
         return torch.mul(x, entries.unsqueeze(-1), out=out)
+
+    def into(self, entries: Tensor, out: Tensor) -> Callable[[Tensor], object]:
+        return partial(torch.mul, entries.unsqueeze(-1), out=out)
