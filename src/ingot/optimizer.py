@@ -322,7 +322,7 @@ class NaturalGradient(JoiningOptimizer):
         scale = loss_scale() if self._fisher == "empirical" else None
         self._check_loss(scale)
         self._now.grams.forget()
-        with without_autocast({p.device.type for p in self._group_index}):
+        with without_autocast({device.type for *_, device in self._kinds.values()}):
             self._step_all(scale)
         self._refresh()
         self._reporter.after_step(self)

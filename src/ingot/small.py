@@ -97,6 +97,8 @@ class Plan:
         self._by_columns = is_by_columns(self._matrix)
         # The matrices of a few layers are not views of their weights.
         self._is_view = self._matrix.data_ptr() == self._momenta[0].data_ptr()
+        layout = self._matrix.shape, self._matrix.stride()
+        self._is_same = self._is_view and layout == (self._momenta[0].shape, self._momenta[0].stride())
         self._pieces: list[Piece] = []
         self._moves: list[tuple[Tensor, Tensor]] = []  # natural gradients, and the momenta that they are for
         if kept.scales is not None:
@@ -188,7 +190,9 @@ class Plan:
         """Make it of what the gradients are now, in ``natural``."""
         gradient, *bias = [p.grad for p in self._params if p.grad is not None]
         kept = self._kept
-        if self._is_view and gradient.stride() == self._momenta[0].stride():  # as nearly always
+        if self._is_same:
+            matrix = gradient
+        elif self._is_view and gradient.stride() == self._momenta[0].stride():  # as nearly always
             matrix = gradient.as_strided(self._matrix.shape, self._matrix.stride(), gradient.storage_offset())
         else:
             matrix = self._adapter.weight_matrix(self._module, gradient)

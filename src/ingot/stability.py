@@ -96,8 +96,13 @@ def step_lengths(
     weight_rms: Callable[[], Number],
 ) -> list[Number]:
     """Those of a layer's weight and bias; how large the weight is, is asked for if it matters."""
-    lengths, size = [], None
+    lengths: list[Number] = []
+    size, last = None, None
     for its in rates:
+        if its is last:  # weight and bias are nearly always in one group
+            lengths.append(lengths[-1])
+            continue
+        last = its
         bound = its.max_relative if may_bind(its.peak_lr * agreement, d_i, its.max_relative) else None
         if bound is not None and size is None:
             size = weight_rms()
