@@ -579,12 +579,60 @@ def test_small_weights_without_learning_rate_or_stored_by_columns(structure, sma
     assert len(small_steps) == 3 * 6
 
 
+@pytest.mark.parametrize("structure", ["block_diagonal(4)", "diagonal", "dense"])
+def test_small_weights_that_are_stored_in_another_order_from_some_step_on(structure, small_steps):
+    def ended() -> list[torch.Tensor]:
+        model = network()
+        optimizer = ingot.SINGD(model, lr=0.01, structure=structure, precond_every=9, precond_warmup=1)
+        train(model, optimizer, 13)
+        model.to(memory_format=torch.channels_last)
+        return train(model, optimizer, 4)
+
+    with WITHOUT_SMALL:
+        expected = ended()
+    assert not small_steps
+    assert_same(ended(), expected)
+    assert all(small_steps)
+
+
+def test_small_weights_whose_momenta_and_factors_are_replaced(small_steps):
+    """What a plan was made of may be replaced before the next step: by loading, other settings, or by hand."""
+
+    def ended() -> list[torch.Tensor]:
+        model = network()
+        optimizer = ingot.SINGD(model, lr=0.01, precond_every=30, precond_warmup=1)
+        train(model, optimizer, 12)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(model, optimizer, 2)
+        for state in optimizer.state.values():
+            for key in ("momentum_buffer", "K"):
+                if key in state:
+                    state[key] = 2 * state[key]
+        train(model, optimizer, 2)
+        for state in optimizer.state.values():
+            if "C" in state:
+                state["C"].mul_(3)
+        optimizer.param_groups[0]["momentum"] = 0.5
+        train(model, optimizer, 2)
+        optimizer.param_groups[0]["maximize"] = True
+        train(model, optimizer, 2)
+        optimizer.param_groups[0]["maximize"] = False
+        model[0].bias.requires_grad_(False)
+        return train(model, optimizer, 2)
+
+    with WITHOUT_SMALL:
+        expected = ended()
+    assert not small_steps
+    assert_same(ended(), expected)
+    assert small_steps.count(True) > 40
+
+
 def test_factors_of_another_dtype_are_left_to_the_long_way(small_steps):
-    model = network()
-    optimizer = ingot.SINGD(model, factor_dtype=torch.bfloat16, precond_every=3, precond_warmup=2)
-    train(model, optimizer, 12)
-    assert small_steps
-    assert not any(small_steps)
+    for dtype in (None, torch.bfloat16):
+        model = network()
+        train(model, ingot.SINGD(model, factor_dtype=dtype, precond_every=3, precond_warmup=2), 12)
+        assert bool(small_steps) == (dtype is None)
+        small_steps.clear()
 
 
 def test_small_weights_share_memory_that_is_there_in_steps_alone():

@@ -195,7 +195,7 @@ class NaturalGradient(JoiningOptimizer):
     def _choose(self, layers: Mapping[nn.Parameter, Layer]) -> None:
         self._choice.extend(self, layers)
         for layer in layers.values():
-            layer.kept = None  # there may be more room for products, or less
+            layer.kept = layer.plan = None  # there may be more room for products, or less
 
     def _bind(self, layer: Layer) -> Pair:
         """The structures of a layer's factors, for its dimensions."""

@@ -29,7 +29,6 @@ Settings: TypeAlias = tuple[Any, ...]
 SMALL = 1 << 20
 """Weights of no more entries than this are small."""
 
-
 SETTINGS = ("normalize_step", "decoupled_weight_decay", "maximize", "cache_products", "precond_every")
 """The settings of a group that make a plan another one; rates are read at each step."""
 
@@ -107,8 +106,8 @@ class Plan:
             sections = kept.sections if self._is_view else [Section(0, layer.structures[0].dim, kept.k)]
             for section in sections:
                 self._plan_section(section)
-        self._can_fuse = all(tensor.is_contiguous() for tensor in (*self._params, *self._momenta))
-        self._flat_momenta = [_flat(momentum) for momentum in self._momenta] if self._can_fuse else None
+        in_order = all(momentum.is_contiguous() for momentum in self._momenta)
+        self._flat_momenta = [_flat(momentum) for momentum in self._momenta] if in_order else None
 
     def _plan_scaling(self) -> None:
         places = self._natural.split([p.numel() for p in self._params])
@@ -220,7 +219,9 @@ class Plan:
 
     def _descend(self, lengths: list[float], decays: list[float]) -> None:
         """W ← (1 - decay) W - length m, for weight and bias."""
-        fuses = self._can_fuse and all(lengths) and all(decays)
+        # How a weight is stored may change at any time, by ``model.to(memory_format=...)``.
+        in_order = self._flat_momenta is not None and all(p.is_contiguous() for p in self._params)
+        fuses = in_order and all(lengths) and all(decays)
         if fuses and lengths[0] == lengths[-1] and decays[0] == decays[-1]:
             fused_descent(self._params, self._momenta, lengths[0], decays[0])
             return
