@@ -625,6 +625,7 @@ CHANGES = {
     "C in its place": partial(_scale, "C"),
     "less momentum": partial(_set, "momentum", 0.5),
     "no momentum": partial(_set, "momentum", 0.0),
+    "other momentum for biases": lambda optimizer: optimizer.param_groups[1].update(momentum=0.5),
     "upwards": partial(_set, "maximize", True),
     "paper's length": partial(_set, "normalize_step", False),
     "paper's decay": partial(_set, "decoupled_weight_decay", False),
@@ -640,6 +641,7 @@ def test_small_weights_when_something_changes_between_steps(change, small_steps)
         model = network()
         optimizer = ingot.SINGD(
             model,
+            [{"params": "*.bias"}],
             lr=0.01,
             structure="block_diagonal(4)",
             cache_products=True,
@@ -648,7 +650,8 @@ def test_small_weights_when_something_changes_between_steps(change, small_steps)
         )
         train(model, optimizer, 12)
         change(optimizer)
-        return train(model, optimizer, 2)
+        weights = train(model, optimizer, 2)
+        return [*weights, *(state["momentum_buffer"] for state in optimizer.state.values() if "K" in state)]
 
     with WITHOUT_SMALL:
         expected = ended()
