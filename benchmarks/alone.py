@@ -16,18 +16,11 @@ from statistics import fmean, median
 
 import torch
 
-from benchmarks.contenders import (
-    DEFAULT_EVERY,
-    DEFAULTS,
-    STATE_REFERENCE,
-    TIME_REFERENCE,
-    Contender,
-    contenders,
-)
+from benchmarks.contenders import DEFAULT_EVERY, DEFAULTS, STATE_REFERENCE, Contender, contenders
 from benchmarks.timing import prepare
 from benchmarks.workloads import WORKLOADS
 
-TITLES = (STATE_REFERENCE, TIME_REFERENCE, "AdamW fused", DEFAULTS, "ingot SINGD diagonal")
+TITLES = (STATE_REFERENCE, "AdamW fused", DEFAULTS, "ingot SINGD diagonal")
 """Who takes part."""
 
 INTERVALS = {"mlp": 12, "vgg": 6, "vit": 2, "gpt": 1}
