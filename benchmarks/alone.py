@@ -26,8 +26,8 @@ TITLES = (STATE_REFERENCE, "AdamW fused", DEFAULTS, "ingot SINGD diagonal")
 INTERVALS = {"mlp": 12, "vgg": 6, "vit": 2, "gpt": 1}
 """Of so many intervals between factor updates the median counts, position by position."""
 
-
 ROUNDS = 3
+"""How often each has its turn unless told otherwise."""
 
 
 def contender(name: str, title: str) -> Contender:

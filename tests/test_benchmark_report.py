@@ -244,7 +244,7 @@ def test_what_was_not_measured_has_no_section():
 
 
 def test_counts_of_targets():
-    found = targets.verdicts(results(times={}, memory={}, scaling=growth(wrong="diagonal")))
+    found = targets.verdicts(results(times={}, memory={}, alone={}, scaling=growth(wrong="diagonal")))
     measured = [v for v in found if v.measured]
     assert len(measured) == 3 * 6 + 5
     unknown = len(found) - len(measured)
