@@ -24,7 +24,7 @@ def measure_times(results: Results, chosen: argparse.Namespace) -> None:
         taking_part = contenders(chosen.every, workload.per_token, chosen.only)
         rounds = chosen.rounds or workload.rounds
         results.times[name] = timing.measure(workload, taking_part, rounds, progress(name))
-        results.save(chosen.out / "results.json")  # so that what follows cannot lose it
+        results.save(chosen.out / "results.json")
 
 
 def measure_alone(results: Results, chosen: argparse.Namespace) -> None:
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = Results(conditions(chosen.threads))
         for part in PARTS if chosen.part == "all" else [chosen.part]:
             PARTS[part](results, chosen)
-        results.save(stored)
+            results.save(stored)  # so that what follows cannot lose it
     results = Results.load(stored)  # so that measuring and rendering later make the same page
     print(report.write(results, chosen.out))
 

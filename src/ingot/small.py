@@ -76,7 +76,8 @@ class Piece(NamedTuple):
     start: int
     stop: int
     together: Tensor  # these columns of weight and bias, where both are among them
-    times_c: Callable[[Tensor], object]  # multiplies them, to where K Kᵀ meets them
+    spare: Tensor  # C Cᵀ times these
+    times_c: Callable[[Tensor], object]  # multiplies them
     times_k: Callable[[], object]  # makes them the natural gradient
 
 
@@ -103,8 +104,7 @@ class Plan:
         if kept.scales is not None:
             self._plan_scaling()
         else:
-            sections = kept.sections if self._is_view else [Section(0, layer.structures[0].dim, kept.k)]
-            for section in sections:
+            for section in self._sections(kept):
                 self._plan_section(section)
         in_order = all(momentum.is_contiguous() for momentum in self._momenta)
         self._flat_momenta = [_flat(momentum) for momentum in self._momenta] if in_order else None
@@ -117,22 +117,19 @@ class Plan:
         targets = [self._matrix if self._is_view else self._momenta[0], *self._momenta[1:]]
         self._moves = list(zip(self._scaled, targets, strict=True))
 
+    def _sections(self, kept: Kept) -> list[Section]:
+        return kept.sections if self._is_view else [Section(0, kept.structures[0].dim, kept.k)]
+
     def _plan_section(self, section: Section) -> None:
-        start, stop, product = section
+        start, stop, _ = section
         *lead, width = self._matrix.shape
         rows, shape = math.prod(lead), (*lead, stop - start)
         room = self._natural[rows * start : rows * stop]
         spare = place_in(self.scratch.spare[: room.numel()], shape, by_columns=self._by_columns)
-        has_bias = stop > width
-        times_k, natural = product.in_place_of(spare, room)
-        if natural.ndim > len(shape) and (has_bias or not self._is_view):
-            # What is taken apart, or copied, must not be folded.
-            if natural.shape[-2] == 1:
-                natural = natural.squeeze(-2)
-            else:
-                times_k, natural = multiplied_in(room, spare, product.apply)
         together = place_in(room, shape, by_columns=self._by_columns)
-        self._pieces.append(Piece(start, stop, together, self._kept.c.into(spare), times_k))
+        times_k, natural = self._times_k(section, spare, together)
+        self._pieces.append(Piece(start, stop, together, spare, self._kept.c.into(spare), times_k))
+        has_bias = stop > width
         if start < width:
             momentum = self._matrix[..., start : min(stop, width)] if self._is_view else self._momenta[0]
             if natural.ndim > len(shape):
@@ -141,26 +138,46 @@ class Plan:
         if has_bias:
             self._moves.append((natural[..., -1], self._momenta[1].view(lead)))
 
-    def is_good(self, rule: Rule, states: Mapping[Tensor, Any], settings: list[Settings]) -> bool:
-        """Whether the coming step can be taken so: all is where it was, and nothing is looked at.
+    def _times_k(
+        self, section: Section, spare: Tensor, together: Tensor
+    ) -> tuple[Callable[[], object], Tensor]:
+        """What multiplies some columns with K Kᵀ, and where these are then: all in the same memory."""
+        room = (together.mT if self._by_columns else together).view(-1)
+        times_k, natural = section.product.in_place_of(spare, room)
+        if natural.ndim == spare.ndim or (section.stop <= self._matrix.shape[-1] and self._is_view):
+            return times_k, natural
+        # What is taken apart, or copied, must not be folded.
+        if natural.shape[-2] == 1:
+            return times_k, natural.squeeze(-2)
+        return multiplied_in(room, spare, section.product.apply)
+
+    def is_good(self, states: Mapping[Tensor, Any], settings: list[Settings]) -> bool:
+        """Whether the coming step can be taken so: all is where it was, but for the factors.
 
         ``settings`` are those of the groups of weight and bias now.
         """
-        layer, kept = self._layer, self._kept
-        if layer.pending is not None or layer.natural is not None or layer.layout is not None:
+        layer = self._layer
+        if layer.natural is not None or layer.layout is not None or self._settings != settings:
             return False
-        k, c = rule.applied
         for p, state, momentum in zip(self._params, self._states, self._momenta, strict=True):
             if states[p] is not state or state.get("momentum_buffer") is not momentum or p.grad is None:
                 return False
-        (state, *_), (of_k, of_c) = self._states, kept.sources
-        return (
-            state[k] is of_k
-            and state[c] is of_c
-            and kept.versions == (of_k._version, of_c._version)
-            and layer.structures is kept.structures
-            and self._settings == settings
-        )
+        return layer.structures is self._kept.structures
+
+    def has_factors(self, rule: Rule) -> bool:
+        """Whether the factors are those that the plan was made with."""
+        (state, *_), (k, c), (of_k, of_c) = self._states, rule.applied, self._kept.sources
+        same = state[k] is of_k and state[c] is of_c
+        return same and self._kept.versions == (of_k._version, of_c._version)
+
+    def take_factors(self, kept: Kept) -> None:
+        """Go on with other factors of the same structures; the memory must be lent."""
+        assert (kept.scales is None) == bool(self._pieces), "the structures are the same"
+        self._kept = kept
+        sections = self._sections(kept) if self._pieces else []
+        for index, (section, piece) in enumerate(zip(sections, self._pieces, strict=True)):
+            times_k, _ = self._times_k(section, piece.spare, piece.together)
+            self._pieces[index] = piece._replace(times_c=kept.c.into(piece.spare), times_k=times_k)
 
     def has_stepped(self, rates: list[Rates]) -> bool:
         """Take the step, unless it is not the usual one after all: then nothing has changed.
@@ -202,7 +219,7 @@ class Plan:
                 torch.mul(bias[0], of_bias, out=self._scaled[1])
             return
         column = bias[0].view(*matrix.shape[:-1], 1) if bias else None
-        for start, stop, together, times_c, times_k in self._pieces:
+        for start, stop, together, _, times_c, times_k in self._pieces:
             times_c(columns_of(matrix, column, start, stop, together))
             times_k()
 

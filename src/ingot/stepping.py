@@ -121,11 +121,17 @@ class SteppingOptimizer(UpdatingOptimizer):
         with ExitStack() as step:
             for layer in layers:
                 its, plan = [index[p] for p in layer.parameters], layer.plan
-                if plan is None or not plan.is_good(self.rule, self.state, [settings[i] for i in its]):
+                if plan is None or not plan.is_good(self.state, [settings[i] for i in its]):
                     plan = layer.plan = self._plan(layer, step)
                 else:
                     plan.scratch.lend(step)
-                if plan is None or not plan.has_stepped([self._now.rates[i] for i in its]):
+                    if not plan.has_factors(self.rule):
+                        plan.take_factors(self._kept(layer, self._group(layer.weight)))
+                if (
+                    plan is None
+                    or self._is_looked_at(layer)
+                    or not plan.has_stepped([self._now.rates[i] for i in its])
+                ):
                     others.append(layer)
         return others
 
@@ -155,11 +161,15 @@ class SteppingOptimizer(UpdatingOptimizer):
         state = self.state[layer.weight]
         if state["steps"] < stability.SETTLED_STEPS or len(parts) < len(layer.parameters):
             return False
-        if layer.pending is not None and state["updates"] % GAIN_EVERY == 1:
-            return False  # natural gradients are looked at
+        if self._is_looked_at(layer):
+            return False
         if not all(part.is_simple for part in parts):
             return False
         return bool(parts[0].group["momentum"] == parts[-1].group["momentum"])
+
+    def _is_looked_at(self, layer: Layer) -> bool:
+        """Whether it is noted how long the natural gradient is in this step."""
+        return layer.pending is not None and self.state[layer.weight]["updates"] % GAIN_EVERY == 1
 
     def _step_layers(self, layers: list[Layer]) -> None:
         """Take the steps of some layers in one place: all momenta first, so that sizes are read at once."""
@@ -189,7 +199,7 @@ class SteppingOptimizer(UpdatingOptimizer):
         gradients = [gradient_of(p, self._group(p)) for p in layer.parameters]
         natural = self._natural_gradient(layer, parts[0].group, gradients)
         sizes = {}
-        notes_gain = layer.pending is not None and self.state[layer.weight]["updates"] % GAIN_EVERY == 1
+        notes_gain = self._is_looked_at(layer)
         if notes_gain:
             sizes["gradient"] = _squares(layer, gradients, layer.parameters)
         if len(parts) < len(natural):  # a gradient is missing
