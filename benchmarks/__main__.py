@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import fast_paths, memory, report, scaling, side_by_side, timing
+from benchmarks import alone, fast_paths, memory, report, scaling, side_by_side, timing
 from benchmarks.contenders import contenders
 from benchmarks.measured import Results, conditions
 from benchmarks.workloads import WORKLOADS
@@ -24,7 +24,13 @@ def measure_times(results: Results, chosen: argparse.Namespace) -> None:
         taking_part = contenders(chosen.every, workload.per_token, chosen.only)
         rounds = chosen.rounds or workload.rounds
         results.times[name] = timing.measure(workload, taking_part, rounds, progress(name))
-        results.save(chosen.out / "results.json")  # so that what follows cannot lose it
+        results.save(chosen.out / "results.json")
+
+
+def measure_alone(results: Results, chosen: argparse.Namespace) -> None:
+    for name in chosen.models:
+        rounds = chosen.rounds or alone.ROUNDS
+        results.alone[name] = alone.measure(name, rounds, chosen.threads, progress(f"{name}, alone"))
 
 
 def measure_memory(results: Results, chosen: argparse.Namespace) -> None:
@@ -53,6 +59,7 @@ def measure_fast_paths(results: Results, chosen: argparse.Namespace) -> None:
 
 PARTS: Mapping[str, Callable[[Results, argparse.Namespace], None]] = {
     "times": measure_times,
+    "alone": measure_alone,
     "memory": measure_memory,
     "scaling": measure_scaling,
     "fast-paths": measure_fast_paths,
@@ -98,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = Results(conditions(chosen.threads))
         for part in PARTS if chosen.part == "all" else [chosen.part]:
             PARTS[part](results, chosen)
-        results.save(stored)
+            results.save(stored)  # so that what follows cannot lose it
     results = Results.load(stored)  # so that measuring and rendering later make the same page
     print(report.write(results, chosen.out))
 

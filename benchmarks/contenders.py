@@ -34,6 +34,9 @@ OFFICIAL_NAMES: Mapping[str, str] = {
 }
 """Ingot's text for each structure of the official package, and the official name of it."""
 
+DEFAULTS = "ingot SINGD, defaults"
+"""The title of SINGD as it comes."""
+
 DEFAULT_EVERY = 20
 """How often factors are updated by default, once their warm-up is over."""
 
@@ -110,8 +113,7 @@ def _ours(intervals: Sequence[int], per_token: bool) -> Iterator[Contender]:
     average = "token" if per_token else "batch"
     as_it_comes: Maker = partial(ingot.SINGD, lr=LR, loss_average=average, precond_warmup=0)
     structure = ingot.SINGD.default_structure
-    title = "ingot SINGD, defaults"
-    yield Contender(title, as_it_comes, "ingot, defaults", structure, DEFAULT_EVERY, splits=True)
+    yield Contender(DEFAULTS, as_it_comes, "ingot, defaults", structure, DEFAULT_EVERY, splits=True)
     for every in intervals:
         common: dict[str, Any] = {"lr": LR, "precond_every": every, "loss_average": average}
         for structure in OFFICIAL_NAMES:

@@ -100,7 +100,7 @@ def row_chunks(d: int) -> Ways:
         new = torch.mul(gradient, ones.rows).mul_(ones.columns).add_(momenta[0], alpha=rate)
         torch.dot(new.view(-1), new.view(-1))
         momenta[0] = new
-        fused_descent(weights[0], new, length, decay)
+        fused_descent([weights[0]], [new], length, decay)
         return weights[0]
 
     def fast() -> Tensor:
@@ -119,7 +119,7 @@ def fused_step(d: int) -> Ways:
     length, decay = 1e-3, 1e-2
 
     def fast() -> Tensor:
-        fused_descent(weights[1], momentum, length, decay)
+        fused_descent([weights[1]], [momentum], length, decay)
         return weights[1]
 
     return lambda: weights[0].mul_(1 - decay).sub_(momentum, alpha=length), fast

@@ -150,6 +150,7 @@ class Results:
 
     conditions: dict[str, Any] = field(default_factory=dict)
     times: dict[str, Times] = field(default_factory=dict)
+    alone: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # milliseconds by model and title
     memory: dict[str, dict[str, Memory]] = field(default_factory=dict)
     scaling: Scaling | None = None
     fast_paths: list[PathResult] = field(default_factory=list)
@@ -172,6 +173,7 @@ class Results:
                 model: Times(found["title"], [_timing(one) for one in found["timings"]])
                 for model, found in content["times"].items()
             },
+            alone=content.get("alone", {}),
             memory={
                 model: {title: Memory(**memory) for title, memory in found.items()}
                 for model, found in content["memory"].items()

@@ -22,6 +22,8 @@ def page(results: Results, images: str) -> str:
         parts += targets_section(verdicts(results))
     if results.times:
         parts += times_section(results)
+    if results.alone:
+        parts += alone_section(results)
     if results.memory:
         parts += memory_section(results)
     if results.scaling is not None:
@@ -80,6 +82,17 @@ def times_section(results: Results) -> Iterator[str]:
         yield f"## {times.title}\n"
         yield "Times are in units of SGD's: of iterations, steps, and steps with an update and without.\n"
         yield tables.times_table(times)
+
+
+def alone_section(results: Results) -> Iterator[str]:
+    yield "## Each in a process of its own\n"
+    yield (
+        "Times of iterations in units of AdamW's, each optimizer in a process of its own, as in a training "
+        "script; processes take turns. What is above was measured in one process, where the C library keeps "
+        "as much memory as the greediest optimizer asks for. By itself AdamW may give the memory of its "
+        "intermediate results back in each step, and get it anew page by page.\n"
+    )
+    yield tables.alone_table(results)
 
 
 def memory_section(results: Results) -> Iterator[str]:

@@ -140,6 +140,17 @@ def _model(key: str) -> str:
 # --- Memory, growth, fast paths ---------------------------------------------------------------------------
 
 
+def alone_table(results: Results) -> str:
+    """A row for each optimizer, a column for each model."""
+    models = [model for model in MODELS if model in results.alone]
+    titles = dict.fromkeys(title for model in models for title in results.alone[model])
+    rows = []
+    for title in titles:
+        pairs = [(results.alone[m].get(title, []), results.alone[m][STATE_REFERENCE]) for m in models]
+        rows.append((title, *(str(ratio(mine, adamw) or NOTHING) for mine, adamw in pairs)))
+    return markdown_table(("iteration / AdamW's", *(NAMES[model] for model in models)), rows) + "\n"
+
+
 def memory_table(found: dict[str, Memory]) -> str:
     """One model's memory in units of AdamW's."""
     reference = found[STATE_REFERENCE]

@@ -9,7 +9,7 @@ from itertools import product
 from typing import TypeAlias
 
 from benchmarks.complexity import KINDS, PAPER, expected_exponent, exponent
-from benchmarks.contenders import DEFAULT_EVERY, OFFICIAL_NAMES, STATE_REFERENCE, TIME_REFERENCE
+from benchmarks.contenders import DEFAULT_EVERY, DEFAULTS, OFFICIAL_NAMES, STATE_REFERENCE, TIME_REFERENCE
 from benchmarks.measured import Results, Spread, Timing, ratio, spread
 from ingot import SINGD
 
@@ -138,6 +138,12 @@ def iteration_beside(
     return ratio(ours.iterations(), other.iterations()) if ours and other else None
 
 
+def alone_beside_adamw(results: Results, model: str, title: str) -> Spread | None:
+    """Iteration time in units of AdamW's where each has a process of its own."""
+    found = results.alone.get(model, {})
+    return ratio(found[title], found[STATE_REFERENCE]) if title in found else None
+
+
 def memory_beside_adamw(results: Results, model: str, structure: str, field: str) -> Spread | None:
     found = results.memory.get(model, {})
     ours, adamw = found.get(f"ingot SINGD {structure}"), found.get(STATE_REFERENCE)
@@ -191,6 +197,9 @@ def _speed() -> Iterator[Target]:
             every=every,
         )
         claim = f"iteration at T={every}, defaults / AdamW"
+        yield Target(structure, claim, model, DEFAULTS_BESIDE_ADAMW, False, measure)
+        measure = partial(alone_beside_adamw, model=model, title=DEFAULTS)
+        claim += ", each in a process of its own"
         yield Target(structure, claim, model, DEFAULTS_BESIDE_ADAMW, False, measure)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import report, tables, targets
 from benchmarks.complexity import D2_LOG, KINDS, PAPER, expected_exponent, exponent
-from benchmarks.contenders import OFFICIAL_NAMES
+from benchmarks.contenders import DEFAULT_EVERY, DEFAULTS, OFFICIAL_NAMES
 from benchmarks.measured import (
     Kinds,
     Memory,
@@ -17,6 +17,7 @@ from benchmarks.measured import (
     ratio,
     spread,
 )
+from ingot import SINGD
 
 DIMS = [512, 1024, 2048]
 CONDITIONS = {
@@ -94,6 +95,7 @@ def results(**changes):
             model: {"AdamW": Memory(200, 1000, 1000), "ingot SINGD diagonal": Memory(101, 950, 1010)}
             for model in targets.MODELS
         },
+        "alone": {"mlp": {"AdamW": [2.0, 4.0, 2.0], "ingot SINGD, defaults": [2.2, 4.8, 2.0]}},
         "scaling": growth(),
         "fast_paths": [PathResult("ones", "sums", "d = 3", [1.5, 2.0, 2.5], 1e-7)],
     }
@@ -158,6 +160,18 @@ def test_iterations_beside_first_order_optimizers():
     assert beside_adamw.measured.median == pytest.approx(16 / 14)
     assert beside_adamw.reached is False
     assert verdict(slow, "iteration at T=10, ingot / AdamW", "diagonal", "mlp").reached is None
+
+
+def test_defaults_beside_adamw_in_a_process_of_its_own():
+    claim = f"iteration at T={DEFAULT_EVERY}, defaults / AdamW, each in a process of its own"
+    structure = SINGD.default_structure
+    of_mlp = verdict(results(), claim, structure, "mlp")
+    assert of_mlp.measured.median == pytest.approx(1.1)
+    assert of_mlp.reached
+    assert verdict(results(), claim, structure, "gpt").reached is None
+    slower = results(alone={"mlp": {"AdamW": [1.0], DEFAULTS: [1.16]}})
+    assert verdict(slower, claim, structure, "mlp").reached is False
+    assert "| ingot SINGD, defaults | 1.10 [1.05, 1.15] |" in broken(report.page(results(), ""))
 
 
 def test_never_slower_is_missed_where_one_is():
@@ -230,7 +244,7 @@ def test_what_was_not_measured_has_no_section():
 
 
 def test_counts_of_targets():
-    found = targets.verdicts(results(times={}, memory={}, scaling=growth(wrong="diagonal")))
+    found = targets.verdicts(results(times={}, memory={}, alone={}, scaling=growth(wrong="diagonal")))
     measured = [v for v in found if v.measured]
     assert len(measured) == 3 * 6 + 5
     unknown = len(found) - len(measured)

@@ -8,7 +8,7 @@ from torch import nn
 
 import benchmarks.__main__ as command
 import ingot
-from benchmarks import contenders, fast_paths, report, timing
+from benchmarks import alone, contenders, fast_paths, report, timing
 from benchmarks.contenders import Contender
 from benchmarks.measured import Results
 from benchmarks.workloads import GPT, ViT, Workload
@@ -51,6 +51,35 @@ def singd(every, **settings):
         return ingot.SINGD(model, structure="diagonal", precond_every=every, precond_warmup=0)
 
     return Contender("ours", make, "ingot", "diagonal", every, splits=True, **settings)
+
+
+# --- Each in a process of its own ------------------------------------------------------------------------
+
+
+def test_an_iteration_is_the_mean_over_an_interval_of_medians(monkeypatch):
+    """So that an update of the factors counts as often as it comes, and an interruption does not."""
+    monkeypatch.setattr(alone, "WORKLOADS", {"mlp": IMAGES})
+    done = []
+
+    def train(self, iterations):
+        for _ in range(iterations):
+            number = len(done)
+            done.append(number)
+            seconds = 0.021 if number % 20 == 0 else 0.001
+            self.iteration.append(9.0 if number == 75 else seconds)
+
+    monkeypatch.setattr(timing.Contestant, "train", train)
+    assert alone.iteration("mlp", alone.DEFAULTS, 3) == pytest.approx(2.0)
+    assert len(done) == 100
+
+
+def test_processes_take_turns_with_an_optimizer_each(monkeypatch):
+    told = []
+    monkeypatch.setattr(alone, "TITLES", ("AdamW", alone.DEFAULTS))
+    found = alone.measure("mlp", 2, 1, told.append, intervals=1)
+    assert len(told) == 4
+    assert sorted(found) == ["AdamW", alone.DEFAULTS]
+    assert all(len(times) == 2 and min(times) > 0 for times in found.values())
 
 
 # --- Times ------------------------------------------------------------------------------------------------
@@ -215,6 +244,9 @@ def test_measures_stores_and_renders_again(tiny, tmp_path, capsys, monkeypatch):
     arguments = ["--out", str(out)]
     few = ["--rounds", "1", "--every", "1", "2", "--dims", "32", "64"]
     few += ["--only", "official singd diagonal", "ingot SINGD diagonal"]
+    monkeypatch.setattr(
+        alone, "_in_a_process", lambda name, title, *_: 3.0 if title == alone.DEFAULTS else 2.0
+    )
     command.main(["all", *few, *arguments])
     captured = capsys.readouterr()
     text = (out / "results.md").read_text()
@@ -229,6 +261,8 @@ def test_measures_stores_and_renders_again(tiny, tmp_path, capsys, monkeypatch):
         for title in titles:
             assert f"| {title}" in text
             assert title in results.memory[model]
+    assert results.alone["gpt"]["AdamW"] == [2.0]
+    assert "| ingot SINGD, defaults | 1.50 [1.50, 1.50] | 1.50 [1.50, 1.50] |" in text
     assert results.scaling.dims == [32, 64]
     assert len(results.fast_paths) == 2
 

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_atte
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ingot
-from ingot import compiled, rows, scalars, small, statistics, stepping, updating
+from ingot import compiled, natural, rows, scalars, small, statistics, stepping, updating
 from ingot.health import HealthWarning
 from ingot.structures import BlockDiagonal, Dense, Diagonal, dense, registered
 
@@ -352,7 +353,7 @@ def test_a_bad_batch_of_one_layer_does_not_touch_the_others():
 def test_diagonal_factors_as_numbers_for_rows_and_columns(settings):
     kind = ingot.SINGD, "diagonal"
     scaled = trained(kind, **settings)
-    with patch.object(stepping, "scales", lambda *_: None):
+    with patch.object(natural, "scales", lambda *_: None):
         assert_same(trained(kind, **settings), scaled)
 
 
@@ -517,8 +518,8 @@ def small_steps():
         taken.append(has_stepped(*args))
         return taken[-1]
 
-    has_stepped = small.has_stepped
-    with patch.object(small, "has_stepped", watched):
+    has_stepped = small.Plan.has_stepped
+    with patch.object(small.Plan, "has_stepped", watched):
         yield taken
 
 
@@ -579,23 +580,106 @@ def test_small_weights_without_learning_rate_or_stored_by_columns(structure, sma
     assert len(small_steps) == 3 * 6
 
 
+@pytest.mark.parametrize("structure", ["block_diagonal(4)", "diagonal", "dense"])
+def test_small_weights_that_are_stored_in_another_order_from_some_step_on(structure, small_steps):
+    def ended() -> list[torch.Tensor]:
+        model = network()
+        optimizer = ingot.SINGD(model, lr=0.01, structure=structure, precond_every=9, precond_warmup=1)
+        train(model, optimizer, 13)
+        model.to(memory_format=torch.channels_last)
+        return train(model, optimizer, 4)
+
+    with WITHOUT_SMALL:
+        expected = ended()
+    assert not small_steps
+    assert_same(ended(), expected)
+    assert all(small_steps)
+
+
+def _load(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _replace(key: str, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        if key in state:
+            state[key] = state[key] * torch.linspace(1, 3, state[key].numel()).view(state[key].shape)
+
+
+def _scale(key: str, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        if key in state:
+            state[key].mul_(3)
+
+
+def _set(name: str, value: object, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0][name] = value
+
+
+CHANGES = {
+    "loaded": _load,
+    "another K": partial(_replace, "K"),
+    "another C": partial(_replace, "C"),
+    "another momentum": partial(_replace, "momentum_buffer"),
+    "K in its place": partial(_scale, "K"),
+    "C in its place": partial(_scale, "C"),
+    "less momentum": partial(_set, "momentum", 0.5),
+    "no momentum": partial(_set, "momentum", 0.0),
+    "other momentum for biases": lambda optimizer: optimizer.param_groups[1].update(momentum=0.5),
+    "upwards": partial(_set, "maximize", True),
+    "paper's length": partial(_set, "normalize_step", False),
+    "paper's decay": partial(_set, "decoupled_weight_decay", False),
+    "no cache": partial(_set, "cache_products", False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_small_weights_when_something_changes_between_steps(change, small_steps):
+    """What their plans were made of is another tensor, number or setting at the next step."""
+
+    def ended() -> list[torch.Tensor]:
+        model = network()
+        optimizer = ingot.SINGD(
+            model,
+            [{"params": "*.bias"}],
+            lr=0.01,
+            structure="block_diagonal(4)",
+            cache_products=True,
+            precond_every=30,
+            precond_warmup=1,
+        )
+        train(model, optimizer, 12)
+        change(optimizer)
+        weights = train(model, optimizer, 2)
+        return [*weights, *(state["momentum_buffer"] for state in optimizer.state.values() if "K" in state)]
+
+    with WITHOUT_SMALL:
+        expected = ended()
+    assert not small_steps
+    assert_same(ended(), expected)
+    assert small_steps.count(True) >= 11
+
+
 def test_factors_of_another_dtype_are_left_to_the_long_way(small_steps):
-    model = network()
-    optimizer = ingot.SINGD(model, factor_dtype=torch.bfloat16, precond_every=3, precond_warmup=2)
-    train(model, optimizer, 12)
-    assert small_steps
-    assert not any(small_steps)
+    for dtype in (None, torch.bfloat16):
+        model = network()
+        train(model, ingot.SINGD(model, factor_dtype=dtype, precond_every=3, precond_warmup=2), 12)
+        assert bool(small_steps) == (dtype is None)
+        small_steps.clear()
 
 
-def test_small_weights_share_the_memory_of_their_natural_gradients():
+def test_small_weights_share_memory_that_is_there_in_steps_alone():
     model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(6)))
     optimizer = ingot.SINGD(model, structure="block_diagonal(8)", precond_every=30, precond_warmup=0)
-    for _ in range(12):
+    for _ in range(13):
         model(torch.randn(4, 48)).square().sum().backward()
         with Allocated() as watch:
             optimizer.step()
         optimizer.zero_grad()
-    assert watch.large == 2
+    assert watch.large == 0
+    (scratch,) = optimizer._now.scratch.values()
+    assert scratch.size == 48 * 49  # that of one layer
+    assert scratch.natural.untyped_storage().nbytes() == scratch.spare.untyped_storage().nbytes() == 0
 
 
 class Allocated(TorchDispatchMode):

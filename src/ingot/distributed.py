@@ -171,6 +171,8 @@ def settle_gradients(params: Iterable[Tensor]) -> None:
     the sum of what these have.
     """
     for p in params:
+        if type(p.grad) is Tensor:  # as nearly always
+            continue
         if is_distributed(p.grad) and p.grad.placements != p.placements:  # type: ignore[union-attr, attr-defined]
             p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[union-attr, attr-defined]
 

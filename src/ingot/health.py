@@ -186,10 +186,10 @@ class Reporter:
         """Warn of what is new. This comes last in a step, since a warning may be made an error."""
         self._steps_unseen += 1
         # Nothing is noted where that would mean to wait for a device: it is looked up once in a while.
-        on_cpu = all(weight.device.type == "cpu" for weight in optimizer._layers)
-        if self._steps_unseen >= 100 and not on_cpu:
+        if self._steps_unseen >= 100:
             self._steps_unseen = 0
-            self._look_up(optimizer.diagnostics(conditions=False))
+            if any(weight.device.type != "cpu" for weight in optimizer._layers):
+                self._look_up(optimizer.diagnostics(conditions=False))
         self._speak()
 
     def _look_up(self, diagnostics: Diagnostics) -> None:

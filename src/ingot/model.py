@@ -90,6 +90,7 @@ class Layer:
     structures: Pair = field(init=False)  # of K and C, once the settings of the weight's group are known
     pending: Pending | None = None
     kept: Any = None  # products of the factors, until these change
+    plan: Any = None  # how its step is taken, with these
     natural: list[Tensor] | None = None  # the coming step's natural gradients, if they are there before it
     layout: Any = None  # how the weight is shared out over processes, if it is
     whole: dict[str, Tensor] | None = None  # factors that are shared out, while all of them are here

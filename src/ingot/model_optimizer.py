@@ -54,6 +54,7 @@ class Now:
     curvature_pass: Any = None  # that statistics come from at the moment, if not from the loss's
     grams: Grams = field(default_factory=Grams)
     rates: list[Rates] = field(default_factory=list)  # of the groups, in the step that is taken
+    scratch: dict[torch.dtype, Any] = field(default_factory=dict)  # memory that steps of small layers share
     replicas: Any = None  # the processes that have replicas of the model, once one of them ran
     replica_group: Any = None  # that they have for gradients
     exchanges: list[Any] = field(default_factory=list)  # of statistics, which are on their way
@@ -204,7 +205,11 @@ class ModelOptimizer(Optimizer):
             reshard(self._watch.model)  # which shows other parameters after a forward pass alone
         if self._watch.has_changed:
             self._replace_parameters(self._watch)
-        changed = [p for p, kind in self._kinds.items() if _kind(p) != kind]
+        changed = [
+            p
+            for p, (shape, dtype, device) in self._kinds.items()
+            if p.dtype is not dtype or p.device != device or p.shape != shape
+        ]
         for p in changed:
             self._convert(p, resized=self._kinds[p][0] != p.shape)
             self._kinds[p] = _kind(p)

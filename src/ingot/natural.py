@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ingot import adamw as adamw_steps
-from ingot import rules
 from ingot.distributed import local
 from ingot.family import Rule
 from ingot.groups import Group
 from ingot.model import Layer
 from ingot.precision import computable, computing, keeping
-from ingot.rules import Pair, Product
+from ingot.rules import Pair, Product, Section
 from ingot.stability import Rates
+from ingot.structures.base import is_by_columns
 from ingot.structures.diagonal import Squares
 
 
@@ -27,46 +27,38 @@ class Scales(NamedTuple):
     bias: Tensor | None
 
 
-class Beside(NamedTuple):
-    """K Kᵀ where few columns mix with the bias, so that nothing large is put together or cut."""
-
-    columns: int  # those that do not
-    first: Product  # of these
-    last: Product  # of the others and the bias
-    scale: Tensor | None  # what the bias is multiplied with where there are no others
-
-    @classmethod
-    def of(cls, product: Product) -> Beside | None:
-        """That of a product, if it comes in such parts."""
-        parts = product.square.parts(product.entries)
-        if parts is None:
-            return None
-        first, last = (Product(part.square, part.entries) for part in parts)
-        scale = last.entries.unsqueeze(-1) if isinstance(last.square, Squares) else None
-        return cls(parts[0].rows, first, last, scale)
-
-
-Room: TypeAlias = tuple[Tensor, Tensor]
-"""Two places for a matrix on its way, of which the last one may take the result."""
+KEPT_BY = ("cache_products", "precond_every")
+"""The settings by which products are kept, beside the memory that there is."""
 
 
 class Kept(NamedTuple):
     """The products of a layer's factors, and what they were made from."""
 
     structures: Pair
-    kept_for: int
+    settings: tuple[Any, ...]  # of the group, by which it was decided for how long they are kept
     sources: tuple[Tensor, Tensor]
     versions: tuple[int, int]
     k: Product
     c: Product
     scales: Scales | None
-    beside: Beside | None
+    sections: list[Section]  # of K Kᵀ: its columns in parts that do not mix, the bias in the last one
 
-    def is_of(self, structures: Pair, kept_for: int, k: Tensor, c: Tensor) -> bool:
-        """Whether the factors are still the same."""
-        same = self.structures is structures and self.kept_for == kept_for
-        same = same and self.sources[0] is k and self.sources[1] is c
-        return same and self.versions == (k._version, c._version)
+    @classmethod
+    def of(
+        cls, layer: Layer, rule: Rule, group: Group, sources: tuple[Tensor, Tensor], kept_for: int
+    ) -> Kept:
+        """Make them, for so many steps."""
+        k, c = products_of(rule, layer.structures, *sources, kept_for)
+        versions, both = (sources[0]._version, sources[1]._version), scales(k, c, layer.bias)
+        sections = (layer.bias is not None and k.sections) or [Section(0, layer.structures[0].dim, k)]
+        settings = tuple(group[name] for name in KEPT_BY)
+        return cls(layer.structures, settings, sources, versions, k, c, both, sections)
+
+    def is_of(self, structures: Pair, group: Group, k: Tensor, c: Tensor) -> bool:
+        """Whether factors and settings are still the same."""
+        same = self.structures is structures and self.sources[0] is k and self.sources[1] is c
+        same = same and self.versions == (k._version, c._version)
+        return same and self.settings == tuple(group[name] for name in KEPT_BY)
 
 
 def products_of(
@@ -183,51 +175,56 @@ def natural_gradient(layer: Layer, kept: Kept, gradients: list[Tensor]) -> list[
     weight, *bias = (g if g.dtype == dtype else g.to(dtype) for g in gradients)
     matrix = adapter.weight_matrix(layer.module, weight)
     natural, *last = natural_matrix(kept, (matrix, *bias))
-    if natural.data_ptr() == weight.data_ptr():  # a structure of one's own may leave things as they are
-        natural = natural.clone()
     return [adapter.matrix_weight(layer.module, natural, layer.weight), *last]
 
 
-def natural_matrix(kept: Kept, gradients: tuple[Tensor, ...], room: Room | None = None) -> list[Tensor]:
-    """C Cᵀ ∇W K Kᵀ of a matrix, and of the bias beside it if there is one; in new memory without room."""
+def natural_matrix(kept: Kept, gradients: tuple[Tensor, ...]) -> list[Tensor]:
+    """C Cᵀ ∇W K Kᵀ of a matrix, and of the bias beside it if there is one."""
     matrix, *bias = gradients
     if kept.scales is not None:
         rows, columns, of_bias = kept.scales
-        scaled = torch.mul(matrix, rows, out=room[1] if room else None).mul_(columns)
-        return [scaled, *(g * of_bias for g in bias if of_bias is not None)]
-    if not bias:
-        return [rules.natural_gradient(kept.k, kept.c, matrix, room)]
-    column = bias[0].view(*matrix.shape[:-1], 1)
-    if kept.beside is not None:
-        natural, last = _natural_beside(kept.beside, kept.c, matrix, column, room)
-    else:
-        both = rules.natural_gradient(kept.k, kept.c, _beside(matrix, column))
-        natural, last = both.split((matrix.shape[-1], 1), dim=-1)
-    return [natural, last.reshape(bias[0].shape)]
+        return [(matrix * rows).mul_(columns), *(g * of_bias for g in bias if of_bias is not None)]
+    natural, last = torch.empty_like(matrix), []
+    column = bias[0].view(*matrix.shape[:-1], 1) if bias else None
+    for start, stop, product in kept.sections:
+        x = columns_of(matrix, column, start, stop)
+        x = kept.c.apply(x, torch.empty_like(x)).mT
+        if stop <= matrix.shape[-1]:
+            place = natural[..., start:stop].mT
+            result = product.apply(x, place)
+            if result is not place:
+                place.copy_(result)
+        else:
+            both = product.apply(x, torch.empty_like(x)).mT
+            natural[..., start:] = both[..., :-1]
+            last = [both[..., -1].reshape(bias[0].shape)]
+    return [natural, *last]
 
 
-def _natural_beside(
-    k: Beside, c: Product, matrix: Tensor, column: Tensor, room: Room | None
-) -> tuple[Tensor, Tensor]:
-    spare, out = room or (torch.empty_like(matrix), None)
-    matrix, column = c.apply(matrix, spare), c.apply(column, torch.empty_like(column))
-    if k.scale is not None:
-        return k.first.apply_right(matrix, out), column.mul_(k.scale)
-    both = k.last.apply_right(torch.cat((matrix[..., k.columns :], column), dim=-1))
-    if k.first.square.works_in_place:
-        out = matrix
-    elif out is None:
-        out = torch.empty_like(matrix)
-    k.first.apply(*(x[..., : k.columns].mT for x in (matrix, out)))
-    out[..., k.columns :] = both[..., :-1]
-    return out, both[..., -1:]
+def columns_of(
+    matrix: Tensor, bias: Tensor | None, start: int, stop: int, out: Tensor | None = None
+) -> Tensor:
+    """Some columns of a matrix with a bias beside it, stored by columns where the matrix is.
+
+    They are put together, in ``out`` if that is given, where the bias is among several.
+    """
+    width = matrix.shape[-1]
+    if stop <= width:
+        return matrix if start == 0 and stop == width else matrix.narrow(-1, start, stop - start)
+    assert bias is not None
+    if start == width:
+        return bias
+    rest = matrix.narrow(-1, start, width - start)
+    if is_by_columns(rest):
+        return torch.cat((rest.mT, bias.mT), dim=-2, out=None if out is None else out.mT).mT
+    return torch.cat((rest, bias), dim=-1, out=out)
 
 
-def fused_descent(weight: Tensor, momentum: Tensor, length: float, decay: float) -> None:
+def fused_descent(weights: list[Tensor], momenta: list[Tensor], length: float, decay: float) -> None:
     """W - length (m + decay / length W) in one pass: torch's SGD without momentum."""
     torch._fused_sgd_(
-        [weight],
-        [momentum],
+        weights,
+        momenta,
         [],
         weight_decay=decay / length,
         momentum=0.0,
@@ -237,10 +234,3 @@ def fused_descent(weight: Tensor, momentum: Tensor, length: float, decay: float)
         maximize=False,
         is_first_step=False,
     )
-
-
-def _beside(matrix: Tensor, column: Tensor) -> Tensor:
-    """A matrix and one column more, stored by columns where the matrix is."""
-    if matrix.stride(-1) != 1 and matrix.mT.is_contiguous():
-        return torch.cat((matrix.mT, column.mT), dim=-2).mT
-    return torch.cat((matrix, column), dim=-1)

@@ -194,6 +194,8 @@ class NaturalGradient(JoiningOptimizer):
 
     def _choose(self, layers: Mapping[nn.Parameter, Layer]) -> None:
         self._choice.extend(self, layers)
+        for layer in layers.values():
+            layer.kept = layer.plan = None  # there may be more room for products, or less
 
     def _bind(self, layer: Layer) -> Pair:
         """The structures of a layer's factors, for its dimensions."""
@@ -320,7 +322,7 @@ class NaturalGradient(JoiningOptimizer):
         scale = loss_scale() if self._fisher == "empirical" else None
         self._check_loss(scale)
         self._now.grams.forget()
-        with without_autocast({p.device.type for p in self._group_index}):
+        with without_autocast({device.type for *_, device in self._kinds.values()}):
             self._step_all(scale)
         self._refresh()
         self._reporter.after_step(self)
@@ -365,8 +367,11 @@ class NaturalGradient(JoiningOptimizer):
 
     def _check_captured(self) -> None:
         """Say so where nothing at all was captured though it should have been."""
-        layers = [layer for layer in self._layers.values() if layer.weight.grad is not None]
-        if not layers or any(self.rule.names[0] in self.state.get(layer.weight, {}) for layer in layers):
+        factor, layers = self.rule.names[0], self._layers.values()
+        seen = any(
+            factor in self.state.get(layer.weight, {}) and layer.weight.grad is not None for layer in layers
+        )
+        if seen or all(layer.weight.grad is None for layer in layers):
             return
         if self._fisher == "separate":
             raise RuntimeError(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from torch import Tensor
@@ -45,11 +45,10 @@ def autocast_is_on(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-@contextmanager
-def without_autocast(devices: Iterable[str]) -> Iterator[None]:
+def without_autocast(devices: Iterable[str]) -> AbstractContextManager[object]:
     """Products are taken in the dtypes of their factors here, even if the caller wants others."""
-    with ExitStack() as stack:
-        for device in devices:
-            if autocast_is_on(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+    stack = ExitStack()
+    for device in devices:
+        if autocast_is_on(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack

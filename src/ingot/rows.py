@@ -66,6 +66,6 @@ class RowSteps:
             if with_gradient:
                 chunk.momentum.add_(self._natural(chunk))
             if length:
-                fused_descent(chunk.weight, chunk.momentum, length, decay)
+                fused_descent([chunk.weight], [chunk.momentum], length, decay)
             elif decay:  # there is no momentum
                 chunk.weight.mul_(1 - decay)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ingot.precision import computable, computing
 from ingot.scalars import Number, coefficient, number
 from ingot.structures import Square, Structure
+from ingot.structures.base import multiplied_in, written_to
 
 Pair: TypeAlias = tuple[Structure, Structure]
 """The structures of K and C."""
@@ -55,13 +56,36 @@ class Product:
             return square.ready(entries)
         return lambda x, out: square.apply(computable(entries), x, out)  # nothing longer is kept
 
-    def apply_right(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def apply_right(self, x: Tensor) -> Tensor:
         """The product of X with it, in the place of X if that is possible."""
-        if self.square.works_in_place:
-            out = x
-        elif out is None:
-            out = torch.empty_like(x)
+        out = x if self.square.works_in_place else torch.empty_like(x)
         return self.apply(x.mT, out.mT).mT
+
+    def into(self, out: Tensor) -> Callable[[Tensor], object]:
+        """What writes the product with any X to ``out``, which stays where it is."""
+        if self.entries.dtype == out.dtype:
+            return self.square.into(self.entries, out)
+        return written_to(out, self.apply)
+
+    def in_place_of(self, x: Tensor, room: Tensor) -> tuple[Callable[[], object], Tensor]:
+        """The product of an X that stays where it is with it: what to call, and the result."""
+        if self.entries.dtype == x.dtype:
+            return self.square.in_place_of(self.entries, x, room)
+        return multiplied_in(room, x, self.apply)
+
+    @property
+    def sections(self) -> list[Section]:
+        """Those of the rows that do not mix with the last one, and of the others, if not all mix."""
+        found = self.square.sections(self.entries)
+        return [Section(i, j, Product(square, entries)) for i, j, square, entries in found]
+
+
+class Section(NamedTuple):
+    """The product of some rows, and where these are."""
+
+    start: int
+    stop: int
+    product: Product
 
 
 class Curvature(NamedTuple):
@@ -126,12 +150,9 @@ def move(factor: Factor, m: Tensor, lr: Number) -> Tensor:
     return s.add_matmul(entries, entries, m, -lr)
 
 
-def natural_gradient(
-    k: Product, c: Product, gradient: Tensor, room: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    """C Cᵀ ∇W K Kᵀ, or S_C⁻¹ ∇W S_K⁻¹ for KFAC; the second of two places is for the result."""
-    spare, out = room or (torch.empty_like(gradient), None)
-    return k.apply_right(c.apply(gradient, spare), out)
+def natural_gradient(k: Product, c: Product, gradient: Tensor) -> Tensor:
+    """C Cᵀ ∇W K Kᵀ, or S_C⁻¹ ∇W S_K⁻¹ for KFAC."""
+    return k.apply_right(c.apply(gradient, torch.empty_like(gradient)))
 
 
 # --- KFAC, which inverts --------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ingot import rules
 from ingot.distributed import Processes, Shard, refusal, shard_of
 from ingot.family import Rule
 from ingot.layers import LayerAdapter
@@ -263,7 +264,7 @@ def natural_gradient(layer: Layer, layout: Layout, k: Tensor, c: Tensor, local: 
     columns = [s.gather_rows(b).view(*matrix.shape[:-1], 1) for s, b in zip(of_bias, bias, strict=True)]
     of_k, of_c = products_of(layout.rule, layout.structures, k, c)
     both = torch.cat((matrix, *columns), dim=-1)
-    both = of_k.apply_right(of_c.apply(both, torch.empty_like(both)))
+    both = rules.natural_gradient(of_k, of_c, both)
     natural = layer.adapter.matrix_weight(layer.module, both[..., : matrix.shape[-1]], layer.weight)
     found = [natural[shard.start : shard.stop]]
     return found + [

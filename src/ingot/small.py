@@ -1,87 +1,264 @@
 """The usual step of a small layer: the same as in ``stepping``, in few calls and in memory that layers share.
 
-Where a product takes a tenth of a millisecond, calls and new memory take as long as what is calculated.
+Where a product takes a tenth of a millisecond, calls, views and new memory take as long as what is
+calculated. What does not change from step to step is therefore made once, as a plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ingot import stability
+from ingot.family import Rule
+from ingot.groups import Group
 from ingot.model import Layer
-from ingot.natural import Kept, Part, Room, fused_descent, natural_matrix
-from ingot.precision import computing
+from ingot.natural import Kept, Part, columns_of, fused_descent
+from ingot.rules import Section
+from ingot.scalars import is_at_hand
+from ingot.stability import Rates
+from ingot.structures.base import is_by_columns, multiplied_in, place_in
+
+Settings: TypeAlias = tuple[Any, ...]
 
 SMALL = 1 << 20
 """Weights of no more entries than this are small."""
 
-
-def rooms(layers: Iterable[Layer]) -> dict[torch.dtype, Room]:
-    """For each dtype two places that are large enough for the gradient of any layer."""
-    largest: dict[torch.dtype, int] = {}
-    for layer in layers:
-        dtype = layer.weight.dtype
-        largest[dtype] = max(layer.weight.numel(), largest.get(dtype, 0))
-    return {d: (torch.empty(n, dtype=d), torch.empty(n, dtype=d)) for d, n in largest.items()}
+SETTINGS = ("normalize_step", "decoupled_weight_decay", "maximize", "cache_products", "precond_every")
+"""The settings of a group that make a plan another one; rates are read at each step."""
 
 
-def has_stepped(layer: Layer, parts: list[Part], kept: Kept, room: Room) -> bool:
-    """Take a layer's step, unless it is not the usual one after all: then nothing has changed."""
-    (weight, state, *_), rates = parts[0], [part.rates for part in parts]
-    if computing(kept.k.entries.dtype) != weight.dtype:
-        return False
-    natural = _natural_gradient(layer, parts, kept, room)
-    natural_size, usual = _root_mean_square(natural), state["size"].item()
-    if not stability.is_usual(natural_size, usual, state["steps"]):
-        return False
-    rate, momenta = float(rates[0].momentum), [part.state["momentum_buffer"] for part in parts]
-    for n, momentum in zip(natural, momenta, strict=True):
-        torch.add(n, momentum, alpha=rate, out=momentum)
-    size = _root_mean_square(momenta)
-    noise = stability.noise_size(state["noise"].item(), natural_size, size, rate)
-    agreement, d_i = stability.agreement(size, noise, rate), layer.structures[0].dim
-    lengths = stability.step_lengths(rates, size, agreement, d_i, lambda: _root_mean_square([weight]))
-    for part, momentum, length, its in zip(parts, momenta, lengths, rates, strict=True):
-        _descend(part.p, momentum, float(length), float(its.decay))
-    state["size"].fill_(stability.usual_size(usual, size, True))
-    state["noise"].fill_(noise)
-    state["steps"] += 1
-    return True
+class Scratch:
+    """Memory in which layers of one dtype make their natural gradients in turn.
+
+    It is there while it is lent, and views of it, which plans are made of, stay good from step to step.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.size = size
+        self.spare, self.natural = (torch.empty(size, dtype=dtype) for _ in range(2))
+        self._resize(0)
+
+    def lend(self, until: ExitStack) -> None:
+        """Have the memory, until this context ends."""
+        if not self.natural.untyped_storage().nbytes():
+            self._resize(self.size)
+            until.callback(self._resize, 0)
+
+    def _resize(self, size: int) -> None:
+        for tensor in (self.spare, self.natural):
+            tensor.untyped_storage().resize_(size * tensor.itemsize)
 
 
-def _natural_gradient(layer: Layer, parts: list[Part], kept: Kept, room: Room) -> list[Tensor]:
-    weight, adapter, module = parts[0].p, layer.adapter, layer.module
-    gradient, *bias = [part.p.grad for part in parts if part.p.grad is not None]
-    numel, shape = weight.numel(), weight.shape
-    matrix = adapter.weight_matrix(module, gradient)
-    spare, out = room[0].narrow(0, 0, numel), room[1].narrow(0, 0, numel)
-    if matrix.is_contiguous():
-        places = spare.view(matrix.shape), out.view(matrix.shape)
-    else:  # laid out as the matrix is
-        places = (
-            adapter.weight_matrix(module, spare.view(shape)),
-            adapter.weight_matrix(module, out.view(shape)),
-        )
-    natural = natural_matrix(kept, (matrix, *bias), places)
-    natural[0] = adapter.matrix_weight(module, natural[0], weight)
-    return natural
+def scratch_for(layer: Layer, layers: Iterable[Layer], known: dict[torch.dtype, Scratch]) -> Scratch:
+    """What is known for a layer, or new memory in which all small ones of these layers have room."""
+    dtype, needed = layer.weight.dtype, sum(p.numel() for p in layer.parameters)
+    if dtype not in known or known[dtype].size < needed:
+        alike = [other for other in layers if other.weight.dtype == dtype and is_small(other)]
+        sizes = [sum(p.numel() for p in other.parameters) for other in alike]
+        known[dtype] = Scratch(max([needed, *sizes]), dtype)
+    return known[dtype]
 
 
-def _root_mean_square(tensors: list[Tensor]) -> float:
-    total, count = 0.0, 0
-    for t in tensors:
-        flat = t.view(-1) if t.is_contiguous() else t.reshape(-1)
-        total += torch.dot(flat, flat).item()
-        count += flat.numel()
-    return math.sqrt(total / count)
+def is_small(layer: Layer) -> bool:
+    """Whether a layer may have a plan."""
+    return layer.layout is None and layer.weight.numel() <= SMALL and is_at_hand(layer.weight)
 
 
-def _descend(p: Tensor, momentum: Tensor, length: float, decay: float) -> None:
-    if decay and length and p.is_contiguous() and momentum.is_contiguous():
-        fused_descent(p, momentum, length, decay)
-    else:
-        p.mul_(1 - decay).sub_(momentum, alpha=length)
+class Piece(NamedTuple):
+    """Columns of a natural gradient that are made by themselves, and where."""
+
+    start: int
+    stop: int
+    together: Tensor  # these columns of weight and bias, where both are among them
+    spare: Tensor  # C Cᵀ times these
+    times_c: Callable[[Tensor], object]  # multiplies them
+    times_k: Callable[[], object]  # makes them the natural gradient
+
+
+class Plan:
+    """How a layer takes its steps, with views of all that stays where it is from step to step."""
+
+    def __init__(self, layer: Layer, parts: list[Part], kept: Kept, scratch: Scratch) -> None:
+        self.scratch, self._layer, self._kept = scratch, layer, kept
+        self._adapter, self._module = layer.adapter, layer.module
+        self._params: list[Tensor] = [part.p for part in parts]
+        self._states = [part.state for part in parts]
+        self._momenta: list[Tensor] = [part.state["momentum_buffer"] for part in parts]
+        self._settings = [settings_of(part.group) for part in parts]
+        self._count = sum(p.numel() for p in self._params)
+        self._natural = scratch.natural[: self._count]
+        self._matrix = layer.adapter.weight_matrix(layer.module, self._momenta[0])
+        self._by_columns = is_by_columns(self._matrix)
+        # The matrices of a few layers are not views of their weights.
+        self._is_view = self._matrix.data_ptr() == self._momenta[0].data_ptr()
+        layout = self._matrix.shape, self._matrix.stride()
+        self._is_same = self._is_view and layout == (self._momenta[0].shape, self._momenta[0].stride())
+        self._pieces: list[Piece] = []
+        self._moves: list[tuple[Tensor, Tensor]] = []  # natural gradients, and the momenta that they are for
+        if kept.scales is not None:
+            self._plan_scaling()
+        else:
+            for section in self._sections(kept):
+                self._plan_section(section)
+        in_order = all(momentum.is_contiguous() for momentum in self._momenta)
+        self._flat_momenta = [_flat(momentum) for momentum in self._momenta] if in_order else None
+
+    def _plan_scaling(self) -> None:
+        places = self._natural.split([p.numel() for p in self._params])
+        shapes = [self._matrix.shape, *(p.shape for p in self._params[1:])]
+        self._scaled = [place_in(places[0], shapes[0], by_columns=self._by_columns)]
+        self._scaled += [place.view(shape) for place, shape in zip(places[1:], shapes[1:], strict=True)]
+        targets = [self._matrix if self._is_view else self._momenta[0], *self._momenta[1:]]
+        self._moves = list(zip(self._scaled, targets, strict=True))
+
+    def _sections(self, kept: Kept) -> list[Section]:
+        return kept.sections if self._is_view else [Section(0, kept.structures[0].dim, kept.k)]
+
+    def _plan_section(self, section: Section) -> None:
+        start, stop, _ = section
+        *lead, width = self._matrix.shape
+        rows, shape = math.prod(lead), (*lead, stop - start)
+        room = self._natural[rows * start : rows * stop]
+        spare = place_in(self.scratch.spare[: room.numel()], shape, by_columns=self._by_columns)
+        together = place_in(room, shape, by_columns=self._by_columns)
+        times_k, natural = self._times_k(section, spare, together)
+        self._pieces.append(Piece(start, stop, together, spare, self._kept.c.into(spare), times_k))
+        has_bias = stop > width
+        if start < width:
+            momentum = self._matrix[..., start : min(stop, width)] if self._is_view else self._momenta[0]
+            if natural.ndim > len(shape):
+                momentum = momentum.unflatten(-1, natural.shape[-2:])
+            self._moves.append((natural[..., :-1] if has_bias else natural, momentum))
+        if has_bias:
+            self._moves.append((natural[..., -1], self._momenta[1].view(lead)))
+
+    def _times_k(
+        self, section: Section, spare: Tensor, together: Tensor
+    ) -> tuple[Callable[[], object], Tensor]:
+        """What multiplies some columns with K Kᵀ, and where these are then: all in the same memory."""
+        room = (together.mT if self._by_columns else together).view(-1)
+        times_k, natural = section.product.in_place_of(spare, room)
+        if natural.ndim == spare.ndim or (section.stop <= self._matrix.shape[-1] and self._is_view):
+            return times_k, natural
+        # What is taken apart, or copied, must not be folded.
+        if natural.shape[-2] == 1:
+            return times_k, natural.squeeze(-2)
+        return multiplied_in(room, spare, section.product.apply)
+
+    def is_good(self, states: Mapping[Tensor, Any], settings: list[Settings]) -> bool:
+        """Whether the coming step can be taken so: all is where it was, but for the factors.
+
+        ``settings`` are those of the groups of weight and bias now.
+        """
+        layer = self._layer
+        if layer.natural is not None or layer.layout is not None or self._settings != settings:
+            return False
+        for p, state, momentum in zip(self._params, self._states, self._momenta, strict=True):
+            if states[p] is not state or state.get("momentum_buffer") is not momentum or p.grad is None:
+                return False
+        return layer.structures is self._kept.structures
+
+    def has_factors(self, rule: Rule) -> bool:
+        """Whether the factors are those that the plan was made with."""
+        (state, *_), (k, c), (of_k, of_c) = self._states, rule.applied, self._kept.sources
+        same = state[k] is of_k and state[c] is of_c
+        return same and self._kept.versions == (of_k._version, of_c._version)
+
+    def take_factors(self, kept: Kept) -> None:
+        """Go on with other factors of the same structures; the memory must be lent."""
+        assert (kept.scales is None) == bool(self._pieces), "the structures are the same"
+        self._kept = kept
+        sections = self._sections(kept) if self._pieces else []
+        for index, (section, piece) in enumerate(zip(sections, self._pieces, strict=True)):
+            times_k, _ = self._times_k(section, piece.spare, piece.together)
+            self._pieces[index] = piece._replace(times_c=kept.c.into(piece.spare), times_k=times_k)
+
+    def has_stepped(self, rates: list[Rates]) -> bool:
+        """Take the step, unless it is not the usual one after all: then nothing has changed.
+
+        The memory must be lent.
+        """
+        rate, state = float(rates[0].momentum), self._states[0]
+        if not rate or rate != rates[-1].momentum:
+            return False
+        self._make_natural_gradient()
+        natural_size, usual = _root_mean_square([self._natural]), state["size"].item()
+        if not stability.is_usual(natural_size, usual, state["steps"]):
+            return False
+        self._move_momenta(rate)
+        size = _root_mean_square(self._flat_momenta or [_flat(momentum) for momentum in self._momenta])
+        noise = stability.noise_size(state["noise"].item(), natural_size, size, rate)
+        agreement, d_i = stability.agreement(size, noise, rate), self._kept.structures[0].dim
+        lengths = stability.step_lengths(rates, size, agreement, d_i, self._weight_size)
+        self._descend([float(length) for length in lengths], [float(its.decay) for its in rates])
+        state["size"].fill_(stability.usual_size(usual, size, True))
+        state["noise"].fill_(noise)
+        state["steps"] += 1
+        return True
+
+    def _make_natural_gradient(self) -> None:
+        """Make it of what the gradients are now, in ``natural``."""
+        gradient, *bias = [p.grad for p in self._params if p.grad is not None]
+        kept = self._kept
+        if self._is_same:
+            matrix = gradient
+        elif self._is_view and gradient.stride() == self._momenta[0].stride():  # as nearly always
+            matrix = gradient.as_strided(self._matrix.shape, self._matrix.stride(), gradient.storage_offset())
+        else:
+            matrix = self._adapter.weight_matrix(self._module, gradient)
+        if kept.scales is not None:
+            rows, columns, of_bias = kept.scales
+            torch.mul(matrix, rows, out=self._scaled[0]).mul_(columns)
+            if of_bias is not None:
+                torch.mul(bias[0], of_bias, out=self._scaled[1])
+            return
+        column = bias[0].view(*matrix.shape[:-1], 1) if bias else None
+        for start, stop, together, _, times_c, times_k in self._pieces:
+            times_c(columns_of(matrix, column, start, stop, together))
+            times_k()
+
+    def _move_momenta(self, rate: float) -> None:
+        """The momenta m ← α₂ m + n."""
+        for natural, momentum in self._moves:
+            if not self._is_view and momentum is self._momenta[0]:
+                natural = self._adapter.matrix_weight(self._module, natural, self._params[0])
+            torch.add(natural, momentum, alpha=rate, out=momentum)
+
+    def _weight_size(self) -> float:
+        """How large the weight is."""
+        return _root_mean_square([_flat(self._params[0])])
+
+    def _descend(self, lengths: list[float], decays: list[float]) -> None:
+        """W ← (1 - decay) W - length m, for weight and bias."""
+        # How a weight is stored may change at any time, by ``model.to(memory_format=...)``.
+        in_order = self._flat_momenta is not None and all(p.is_contiguous() for p in self._params)
+        fuses = in_order and all(lengths) and all(decays)
+        if fuses and lengths[0] == lengths[-1] and decays[0] == decays[-1]:
+            fused_descent(self._params, self._momenta, lengths[0], decays[0])
+            return
+        for p, momentum, length, decay in zip(self._params, self._momenta, lengths, decays, strict=True):
+            if fuses:
+                fused_descent([p], [momentum], length, decay)
+            else:
+                p.mul_(1 - decay).sub_(momentum, alpha=length)
+
+
+def settings_of(group: Group) -> Settings:
+    """Those of a group that plans depend on."""
+    return tuple([group[name] for name in SETTINGS])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All numbers of a tensor, a copy of them where they are not stored one after another."""
+    return tensor.detach().reshape(-1)
+
+
+def _root_mean_square(flat: list[Tensor]) -> float:
+    total = sum([torch.dot(t, t).item() for t in flat])
+    return math.sqrt(total / sum([len(t) for t in flat]))

@@ -14,6 +14,8 @@ from ingot.scalars import Flag, Number, greatest, least, no, number, smaller, wh
 # --- The step of the factors ----------------------------------------------------------------------------
 
 
+TINY = torch.finfo(torch.float32).tiny
+
 WILD = 2.0
 """A step of a factor so many times its own size leaves nothing of it; such steps are told of."""
 
@@ -94,8 +96,13 @@ def step_lengths(
     weight_rms: Callable[[], Number],
 ) -> list[Number]:
     """Those of a layer's weight and bias; how large the weight is, is asked for if it matters."""
-    lengths, size = [], None
+    lengths: list[Number] = []
+    size, last = None, None
     for its in rates:
+        if its is last:  # weight and bias are nearly always in one group
+            lengths.append(lengths[-1])
+            continue
+        last = its
         bound = its.max_relative if may_bind(its.peak_lr * agreement, d_i, its.max_relative) else None
         if bound is not None and size is None:
             size = weight_rms()
@@ -130,7 +137,7 @@ def step_length(
 
 def at_least_tiny(value: Number) -> Number:
     """A size to divide by."""
-    return greatest(value, torch.finfo(value.dtype if isinstance(value, Tensor) else torch.float32).tiny)
+    return value.clamp_min(torch.finfo(value.dtype).tiny) if isinstance(value, Tensor) else max(value, TINY)
 
 
 # --- What must not enter the factors or the weights -----------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -14,17 +15,7 @@ from ingot.compiled import take_steps
 from ingot.distributed import place_of
 from ingot.groups import Group
 from ingot.model import Layer, named_parameters
-from ingot.natural import (
-    Beside,
-    Kept,
-    Part,
-    Scales,
-    fused_descent,
-    gradient_of,
-    natural_gradient,
-    products_of,
-    scales,
-)
+from ingot.natural import Kept, Part, Scales, fused_descent, gradient_of, natural_gradient
 from ingot.precision import computing, put
 from ingot.scalars import Flag, Number, Squares, is_at_hand, is_finite, no, number, squares, where
 from ingot.shards import natural_gradient as natural_gradient_of_shard
@@ -125,20 +116,36 @@ class SteppingOptimizer(UpdatingOptimizer):
         They share the memory that natural gradients need, and are made in few calls: where a product takes
         a tenth of a millisecond, both make a difference.
         """
-        found, others = [], []
-        for layer in layers:
-            is_small = layer.layout is None and layer.weight.numel() <= small.SMALL
-            parts = self._parts(layer) if is_small and is_at_hand(layer.weight) else []
-            if parts and self._is_usual(layer, parts):
-                found.append((layer, parts))
-            else:
-                others.append(layer)
-        rooms = small.rooms(layer for layer, _ in found)
-        for layer, parts in found:
-            kept = self._kept(layer, parts[0].group)
-            if not small.has_stepped(layer, parts, kept, rooms[layer.weight.dtype]):
-                others.append(layer)
+        settings, index = [small.settings_of(group) for group in self.param_groups], self._group_index
+        others = []
+        with ExitStack() as step:
+            for layer in layers:
+                its, plan = [index[p] for p in layer.parameters], layer.plan
+                if plan is None or not plan.is_good(self.state, [settings[i] for i in its]):
+                    plan = layer.plan = self._plan(layer, step)
+                else:
+                    plan.scratch.lend(step)
+                    if not plan.has_factors(self.rule):
+                        plan.take_factors(self._kept(layer, self._group(layer.weight)))
+                if (
+                    plan is None
+                    or self._is_looked_at(layer)
+                    or not plan.has_stepped([self._now.rates[i] for i in its])
+                ):
+                    others.append(layer)
         return others
+
+    def _plan(self, layer: Layer, step: ExitStack) -> small.Plan | None:
+        """How a small layer takes its usual step, if that is what it is to take."""
+        parts = self._parts(layer) if small.is_small(layer) else []
+        if not parts or not self._is_usual(layer, parts):
+            return None
+        kept = self._kept(layer, parts[0].group)
+        if computing(kept.k.entries.dtype) != layer.weight.dtype:
+            return None
+        scratch = small.scratch_for(layer, self._layers.values(), self._now.scratch)
+        scratch.lend(step)
+        return small.Plan(layer, parts, kept, scratch)
 
     def _simple_scales(self, layer: Layer, parts: list[Part]) -> Scales | None:
         """What a gradient is multiplied with, if nothing else is done to it than usual; otherwise None."""
@@ -154,11 +161,15 @@ class SteppingOptimizer(UpdatingOptimizer):
         state = self.state[layer.weight]
         if state["steps"] < stability.SETTLED_STEPS or len(parts) < len(layer.parameters):
             return False
-        if layer.pending is not None and state["updates"] % GAIN_EVERY == 1:
-            return False  # natural gradients are looked at
+        if self._is_looked_at(layer):
+            return False
         if not all(part.is_simple for part in parts):
             return False
         return bool(parts[0].group["momentum"] == parts[-1].group["momentum"])
+
+    def _is_looked_at(self, layer: Layer) -> bool:
+        """Whether it is noted how long the natural gradient is in this step."""
+        return layer.pending is not None and self.state[layer.weight]["updates"] % GAIN_EVERY == 1
 
     def _step_layers(self, layers: list[Layer]) -> None:
         """Take the steps of some layers in one place: all momenta first, so that sizes are read at once."""
@@ -188,7 +199,7 @@ class SteppingOptimizer(UpdatingOptimizer):
         gradients = [gradient_of(p, self._group(p)) for p in layer.parameters]
         natural = self._natural_gradient(layer, parts[0].group, gradients)
         sizes = {}
-        notes_gain = layer.pending is not None and self.state[layer.weight]["updates"] % GAIN_EVERY == 1
+        notes_gain = self._is_looked_at(layer)
         if notes_gain:
             sizes["gradient"] = _squares(layer, gradients, layer.parameters)
         if len(parts) < len(natural):  # a gradient is missing
@@ -226,17 +237,10 @@ class SteppingOptimizer(UpdatingOptimizer):
 
     def _kept(self, layer: Layer, group: Group) -> Kept:
         """K Kᵀ and C Cᵀ; where they are worth keeping, those that were made after the last factor update."""
-        state, (k, c) = self.state[layer.weight], self.rule.applied
-        kept_for = self._kept_for(layer, group)
-        kept: Kept | None = layer.kept
-        if kept is not None and kept.is_of(layer.structures, kept_for, state[k], state[c]):
-            return kept
-        sources = state[k], state[c]
-        of_k, of_c = products_of(self.rule, layer.structures, *sources, kept_for)
-        versions = sources[0]._version, sources[1]._version
-        both = scales(of_k, of_c, layer.bias)
-        beside = Beside.of(of_k) if layer.bias is not None else None
-        layer.kept = kept = Kept(layer.structures, kept_for, sources, versions, of_k, of_c, both, beside)
+        state, kept = self.state[layer.weight], layer.kept
+        k, c = (state[name] for name in self.rule.applied)
+        if kept is None or not kept.is_of(layer.structures, group, k, c):
+            layer.kept = kept = Kept.of(layer, self.rule, group, (k, c), self._kept_for(layer, group))
         return kept
 
     def _kept_for(self, layer: Layer, group: Group) -> int:
@@ -315,7 +319,7 @@ class SteppingOptimizer(UpdatingOptimizer):
             length = torch.as_tensor(length, dtype=value.dtype, device=value.device)
             value.mul_(1 - decay).addcmul_(momentum, length, value=-1)
         elif decay and length and value.is_contiguous() and momentum.is_contiguous():
-            fused_descent(value, momentum, length, decay)
+            fused_descent([value], [momentum], length, decay)
         else:
             value.mul_(1 - decay).sub_(momentum, alpha=length)
         if value is not p:

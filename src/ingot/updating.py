@@ -279,6 +279,8 @@ class UpdatingOptimizer(CollectingOptimizer):
 
     def _share_statistics(self) -> None:
         """Let all processes learn from each other's statistics, where there are several."""
+        if self._now.replicas is None and all(layer.layout is None for layer in self._layers.values()):
+            return
         due = self._due_layers()
         shared_out: dict[Any, list[Layer]] = {}
         for layer in due:

@@ -1,6 +1,6 @@
 """One contract for every structure: those in the registry, and compositions of them."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ingot.structures import Dense, Diagonal, Hierarchical, Lower, Structure, Upper, bind, parse, registered
-from ingot.structures.base import Anew
+from ingot.structures.base import Anew, InTurn
 from tests.structures.oracle import project
 
 # Everything that has a name is tested as it is; what needs arguments is tested in the compositions.
@@ -209,14 +209,33 @@ def test_squares_of_rows_that_do_not_mix(text, anew):
         expected = s.dense(a) @ s.dense(a).mT @ x
         _close(square.apply(entries, x, torch.empty_like(x)), expected)
         done = 0
-        for part in square.parts(entries) or ():
-            rows = slice(done, done + part.rows)
+        for section in square.sections(entries):
+            assert section.start == done < section.stop
+            rows = slice(section.start, section.stop)
             for mine in (x[rows], x.mT.contiguous().mT[rows]):
                 out = torch.empty_like(mine)
-                assert part.square.apply(part.entries, mine, out) is out
+                assert section.square.apply(section.entries, mine, out) is out
                 _close(out, expected[rows])
-            done += part.rows
+            done = section.stop
         assert done in (0, dim)
+
+
+def test_squares_of_rows_that_stay_where_they_are(text):
+    """What is made once serves for each X in the same place, however it is stored."""
+    for dim in DIMS:
+        s = bind(parse(text), dim)
+        elements = _elements(s, 1, torch.float64)[0]
+        squares = [square for square in (s.square, s.square and Anew(s.square), InTurn(s)) if square]
+        for square, a in product(squares, (elements[1, 2], elements[1])):
+            x = torch.empty(*a.shape[:-1], 6, dim, dtype=torch.float64)
+            for place in (x, torch.empty_like(x.mT).mT):
+                room = torch.empty(x.numel(), dtype=torch.float64)
+                multiply, result = square.in_place_of(square.of(a), place, room)
+                assert result.data_ptr() == room.data_ptr()
+                for _ in range(2):
+                    place.copy_(torch.randn(x.shape))
+                    multiply()
+                    _close(result.reshape(x.shape), place @ s.dense(a) @ s.dense(a).mT)
 
 
 def test_sections_mix_with_no_other_rows(text):
@@ -243,20 +262,20 @@ def test_sections_mix_with_no_other_rows(text):
             _close(section.dense(a[place]), matrix[rows, rows])
 
 
-def test_which_squares_have_parts():
-    """How many rows mix with the last."""
+def test_where_squares_are_cut():
+    """Before the rows that mix with the last one."""
 
-    def last(text, dim):
-        square = bind(parse(text), dim).square
-        parts = square.parts(square.of(bind(parse(text), dim).identity()))
-        return None if parts is None else parts[1].rows
+    def cuts(text, dim):
+        s = bind(parse(text), dim)
+        return [section.start for section in s.square.sections(s.square.of(s.identity()))]
 
-    assert last("diagonal", 7) == 1
-    assert last("block_diagonal(4)", 13) == 1
-    assert last("block_diagonal(4)", 12) == 4
-    assert last("block_diagonal(4)", 14) == 2
-    assert last("block_diagonal(4)", 4) is None
-    assert last("dense", 7) is None
+    assert cuts("diagonal", 7) == [0, 6]
+    assert cuts("diagonal", 1) == []
+    assert cuts("block_diagonal(4)", 13) == [0, 12]
+    assert cuts("block_diagonal(4)", 12) == [0, 8]
+    assert cuts("block_diagonal(4)", 14) == [0, 12]
+    assert cuts("block_diagonal(4)", 4) == []
+    assert cuts("dense", 7) == []
 
 
 @pytest.mark.parametrize(("first", "middle", "last"), [(2, 7, 3), (4, 5, 0), (0, 5, 4)])

@@ -1,7 +1,7 @@
 """Structured matrices: leaves, two combinators, and names for them."""
 
 from ingot.structures import catalogue
-from ingot.structures.base import Square, SquarePart, Structure
+from ingot.structures.base import Square, SquareSection, Structure
 from ingot.structures.block import Lower, Upper
 from ingot.structures.block_diagonal import BlockDiagonal
 from ingot.structures.dense import Dense
@@ -21,5 +21,5 @@ __all__ = [
     "LowerToeplitz",
     "LowerTriangular",
 ]
-__all__ += ["Square", "SquarePart", "Structure", "Upper", "UpperToeplitz", "UpperTriangular"]
+__all__ += ["Square", "SquareSection", "Structure", "Upper", "UpperToeplitz", "UpperTriangular"]
 __all__ += ["bind", "catalogue", "parse", "register", "registered", "resolve"]

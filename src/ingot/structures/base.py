@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -24,9 +24,9 @@ class Square(ABC):
     numel: int
     """How many entries are kept."""
 
-    def parts(self, entries: Tensor) -> tuple[SquarePart, SquarePart] | None:
-        """Those of the first rows and of the last, where these do not mix."""
-        return None
+    def sections(self, entries: Tensor) -> list[SquareSection]:
+        """Those of the rows that do not mix with the last one, and of the others; nothing where all mix."""
+        return []
 
     @abstractmethod
     def of(self, a: Tensor) -> Tensor:
@@ -40,11 +40,56 @@ class Square(ABC):
         """``apply`` with these entries, for those that meet many X: what depends on them alone is done."""
         return partial(self.apply, entries)
 
+    def into(self, entries: Tensor, out: Tensor) -> Callable[[Tensor], object]:
+        """What writes A Aᵀ X to ``out``, which stays where it is, for any X of its shape."""
+        return written_to(out, self.ready(entries))
 
-class SquarePart(NamedTuple):
-    """The square of some of the rows, how many these are, and its entries."""
+    def in_place_of(self, entries: Tensor, x: Tensor, room: Tensor) -> tuple[Callable[[], object], Tensor]:
+        """X A Aᵀ for an X ``[..., n, dim]`` that stays where it is, each time that its numbers are others.
 
-    rows: int
+        Returns what to call each time, and where the result will be: in ``room``, which has as many numbers
+        and one dimension. The result's columns may be folded into two dimensions, ``[n, a, b]``.
+        """
+        return multiplied_in(room, x, self.ready(entries))
+
+
+def written_to(out: Tensor, apply: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], object]:
+    """``into`` by a function to which a place may be given."""
+
+    def write(x: Tensor) -> None:
+        product = apply(x, out)
+        if product is not out:
+            out.copy_(product)
+
+    return write
+
+
+def multiplied_in(
+    room: Tensor, x: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Callable[[], object], Tensor]:
+    """``in_place_of`` by a function that multiplies with columns and may write to a place for the result."""
+    result = place_in(room, x.shape, by_columns=is_by_columns(x))
+    return partial(written_to(result.mT, apply), x.mT), result
+
+
+def is_by_columns(x: Tensor) -> bool:
+    """Whether matrices are stored column after column."""
+    return x.stride(-1) != 1 and x.stride(-2) == 1
+
+
+def place_in(room: Tensor, shape: Sequence[int], *, by_columns: bool) -> Tensor:
+    """All of some memory with one dimension as matrices of this shape."""
+    if not by_columns:
+        return room.view(*shape)
+    *lead, rows, columns = shape
+    return room.view(*lead, columns, rows).mT
+
+
+class SquareSection(NamedTuple):
+    """The square of some of the rows, where these are, and its entries."""
+
+    start: int
+    stop: int
     square: Square
     entries: Tensor
 
@@ -222,12 +267,9 @@ class Anew(Square):
     square: Square
     numel = 0
 
-    def parts(self, entries: Tensor) -> tuple[SquarePart, SquarePart] | None:
-        found = self.square.parts(entries)
-        if found is None:
-            return None
-        first, last = (part._replace(square=Anew(part.square)) for part in found)
-        return first, last
+    def sections(self, entries: Tensor) -> list[SquareSection]:
+        found = self.square.sections(entries)
+        return [section._replace(square=Anew(section.square)) for section in found]
 
     def of(self, a: Tensor) -> Tensor:
         return a

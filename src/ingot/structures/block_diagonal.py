@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from ingot.structures.base import Square, SquarePart, Structure, beside, power_start
+from ingot.structures.base import Square, SquareSection, Structure, beside, power_start
 from ingot.structures.dense import Dense, add_product
 from ingot.structures.diagonal import Diagonal, Squares
 
@@ -122,7 +122,10 @@ class BlockDiagonal(Structure):
         """The largest of the blocks' norms, each by three steps of power iteration."""
         full, *tail = self._blocks(a)
         norms = _norms(full).amax(-1, keepdim=True)
-        return torch.maximum(norms, _norms(tail[0]).unsqueeze(-1)) if tail else norms
+        if not tail:
+            return norms
+        of_tail = _norms(tail[0]).unsqueeze(-1) if self._tail > 1 else tail[0].squeeze(-1).abs()
+        return torch.maximum(norms, of_tail)
 
     def norm_bound(self, a: Tensor) -> Tensor:
         """The largest of the blocks' Frobenius norms."""
@@ -162,8 +165,9 @@ class BlockDiagonal(Structure):
     def section(self, start: int, stop: int) -> tuple[Structure, slice]:
         if start == stop:
             return Diagonal(0), slice(0, 0)
-        end = self.numel if stop == self.dim else stop * self.block
-        return BlockDiagonal(stop - start, self.block), slice(start * self.block, end)
+        rows, end = stop - start, self.numel if stop == self.dim else stop * self.block
+        section = Diagonal(1) if rows == 1 else BlockDiagonal(rows, self.block)
+        return section, slice(start * self.block, end)
 
 
 def _norms(blocks: Tensor) -> Tensor:
@@ -188,18 +192,14 @@ class _BlockSquares(Square):
     def numel(self) -> int:  # type: ignore[override]
         return self.structure.numel
 
-    def parts(self, entries: Tensor) -> tuple[SquarePart, SquarePart] | None:
-        """All blocks but the last, and this."""
+    def sections(self, entries: Tensor) -> list[SquareSection]:
         s = self.structure
-        last = s._tail or s.block
-        if last == s.dim:
-            return None
-        cut = s.numel - last**2
-        first, rest = BlockDiagonal(s.dim - last, s.block), BlockDiagonal(last, last)
-        return (
-            SquarePart(first.dim, first.square, entries[..., :cut]),
-            SquarePart(last, rest.square if last > 1 else Squares(1), entries[..., cut:]),
-        )
+        cut, found = s.dim - (s._tail or s.block), []
+        for start, stop in ((0, cut), (cut, s.dim)) if cut else ():
+            section, place = s.section(start, stop)
+            square: Square = _BlockSquares(section) if isinstance(section, BlockDiagonal) else Squares(1)
+            found.append(SquareSection(start, stop, square, entries[..., place]))
+        return found
 
     def of(self, a: Tensor) -> Tensor:
         return self.structure._join_blocks(*(p @ p.mT for p in self.structure._blocks(a)))
@@ -223,3 +223,19 @@ class _BlockSquares(Square):
             return out
 
         return apply
+
+    def into(self, entries: Tensor, out: Tensor) -> Callable[[Tensor], object]:
+        s = self.structure
+        if out.ndim != 2 or entries.ndim != 1 or out.stride(-1) != 1 or s._tail:
+            return super().into(entries, out)
+        (blocks,), (place,), shape = s._blocks(entries), s._rows(out), (s._full, s.block, -1)
+        return lambda x: torch.bmm(blocks, x.view(shape), out=place)
+
+    def in_place_of(self, entries: Tensor, x: Tensor, room: Tensor) -> tuple[Callable[[], object], Tensor]:
+        s = self.structure
+        if x.ndim != 2 or entries.ndim != 1 or x.stride(-1) != 1 or s._tail:
+            return super().in_place_of(entries, x, room)
+        # Batched products are slow to write columns: each block's are by themselves.
+        (blocks,), columns = s._blocks(entries), x.unflatten(1, (s._full, s.block)).transpose(0, 1)
+        result = room.view(s._full, len(x), s.block)
+        return partial(torch.bmm, columns, blocks, out=result), result.transpose(0, 1)

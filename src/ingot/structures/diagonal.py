@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ingot.structures.base import Square, SquarePart, Structure
+from ingot.structures.base import Square, SquareSection, Structure
 
 
 @dataclass(frozen=True)
@@ -96,14 +98,16 @@ class Squares(Square):
     def numel(self) -> int:  # type: ignore[override]
         return self.dim
 
-    def parts(self, entries: Tensor) -> tuple[SquarePart, SquarePart]:
-        rows = self.dim - 1
-        return SquarePart(rows, Squares(rows), entries[..., :-1]), SquarePart(
-            1, Squares(1), entries[..., -1:]
-        )
+    def sections(self, entries: Tensor) -> list[SquareSection]:
+        last = self.dim - 1
+        first = SquareSection(0, last, Squares(last), entries[..., :-1])
+        return [first, SquareSection(last, self.dim, Squares(1), entries[..., -1:])] if last else []
 
     def of(self, a: Tensor) -> Tensor:
         return a.square()
 
     def apply(self, entries: Tensor, x: Tensor, out: Tensor) -> Tensor:
         return torch.mul(x, entries.unsqueeze(-1), out=out)
+
+    def into(self, entries: Tensor, out: Tensor) -> Callable[[Tensor], object]:
+        return partial(torch.mul, entries.unsqueeze(-1), out=out)
