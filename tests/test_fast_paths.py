@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_atte
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ingot
-from ingot import compiled, natural, rows, scalars, small, statistics, stepping, updating
+from ingot import compiled, natural, rows, rules, scalars, small, statistics, stepping, updating
 from ingot.health import HealthWarning
 from ingot.structures import BlockDiagonal, Dense, Diagonal, dense, registered
 
@@ -165,10 +165,11 @@ def test_products_are_made_anew_when_factors_change():
     kept = [step() for _ in range(7)]
     assert [kept[n] is kept[n - 1] for n in range(1, 7)] == [True, True, False, True, True, False]
 
+    before = layer.kept.k.entries.clone()
     optimizer.state[model[0].weight]["K"].mul_(2)  # by hand
     changed = step()
     assert changed is not kept[-1]
-    torch.testing.assert_close(changed.k.entries, 4 * kept[-1].k.entries)
+    torch.testing.assert_close(changed.k.entries, 4 * before)
 
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert step() is not changed
@@ -515,11 +516,12 @@ def small_steps():
     taken = []
 
     def watched(*args):
-        taken.append(has_stepped(*args))
-        return taken[-1]
+        sizes = move_momenta(*args)
+        taken.append(sizes is not None)
+        return sizes
 
-    has_stepped = small.Plan.has_stepped
-    with patch.object(small.Plan, "has_stepped", watched):
+    move_momenta = small.Plan.move_momenta
+    with patch.object(small.Plan, "move_momenta", watched):
         yield taken
 
 
@@ -660,6 +662,50 @@ def test_small_weights_when_something_changes_between_steps(change, small_steps)
     assert small_steps.count(True) >= 11
 
 
+def test_small_weights_whose_natural_gradients_are_looked_at(small_steps):
+    def gains() -> list[torch.Tensor]:
+        model = network()
+        optimizer = ingot.SINGD(model, lr=0.01, structure="block_diagonal(4)", precond_warmup=30)
+        train(model, optimizer, 15)
+        before = [state["gain"].clone() for state in optimizer.state.values() if "K" in state]
+        train(model, optimizer, 7)  # among them the 21st update
+        after = [state["gain"] for state in optimizer.state.values() if "K" in state]
+        # Attention to a single place leaves queries and keys without gradients.
+        assert sum(bool(one != other) for one, other in zip(before, after, strict=True)) == len(after) - 2
+        return after
+
+    with WITHOUT_SMALL:
+        expected = gains()
+    assert not small_steps
+    assert_same(gains(), expected)
+    # The first of 12 settled steps of 11 layers is such a one, and there were no plans before it.
+    assert small_steps == [True] * 11 * 11
+
+
+@pytest.mark.parametrize("structure", ["block_diagonal(4)", "diagonal", "dense"])
+def test_products_of_new_factors_take_the_place_of_the_old_ones(structure):
+    torch.manual_seed(0)
+    layer = nn.Linear(12, 8)
+    optimizer = ingot.SINGD(layer, structure=structure, cache_products=True, precond_warmup=30)
+    watched = next(iter(optimizer._layers.values()))
+
+    def products() -> list[rules.Product]:
+        layer(torch.randn(4, 12, dtype=layer.weight.dtype)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [watched.kept.k, watched.kept.c]
+
+    for dtype in (torch.float32, torch.float64):  # for the second, the first one's place will not do
+        layer.to(dtype)
+        first = products()
+        before = [product.entries.clone() for product in first]
+        for name, product, old, now in zip("KC", first, before, products(), strict=True):
+            assert now is product
+            assert not torch.equal(now.entries, old)
+            new = product.square.of(optimizer.state[layer.weight][name])
+            torch.testing.assert_close(now.entries, new, rtol=0, atol=0)
+
+
 def test_factors_of_another_dtype_are_left_to_the_long_way(small_steps):
     for dtype in (None, torch.bfloat16):
         model = network()
@@ -712,6 +758,19 @@ def test_compiled_steps_are_those_of_the_operations_one_by_one():
     kind, settings = (ingot.SINGD, "diagonal"), {"precond_warmup": 0}
     with patch.object(stepping.stability, "SETTLED_STEPS", 2):
         assert_same(trained(kind, compile=True, **settings), trained(kind, **settings))
+
+
+@COMPILED
+def test_steps_that_are_to_be_compiled_from_some_step_on():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
+    optimizer = ingot.SINGD(model, structure="diagonal", precond_every=30, precond_warmup=0)
+    with patch.object(stepping, "take_steps", wraps=compiled.take_steps) as taken:
+        for step in range(13):
+            optimizer.param_groups[0]["compile"] = step == 12
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+    assert [len(call.args[0]) for call in taken.call_args_list] == [2]
 
 
 def scheduled_training(**settings) -> list[torch.Tensor]:

@@ -42,8 +42,10 @@ class Tap:
     @property
     def is_open(self) -> bool:
         """Whether statistics are wanted, and can be had: those of a frozen weight never meet its gradient."""
+        if not self.active:
+            return False
         weight = self.adapter.weight(self.module)
-        return self.active and weight is not None and weight.requires_grad
+        return weight is not None and weight.requires_grad
 
     def __call__(self, output: Tensor, x: Tensor, start: int = 0) -> Tensor:
         if not (self.is_open and output.requires_grad):
@@ -202,9 +204,11 @@ class CaptureHook:
         self._random_state = _random_state(module) if again else None
 
     def _is_open(self) -> bool:
-        if not torch.is_grad_enabled():
-            return False
-        return any(tap.is_open for taps in self.taps.values() for tap in taps)
+        for taps in self.taps.values():  # at each forward pass, so with as little Python as can be
+            for tap in taps:
+                if tap.active and tap.is_open:
+                    return torch.is_grad_enabled()
+        return False
 
 
 class ModelHook:

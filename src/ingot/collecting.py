@@ -102,6 +102,11 @@ class CollectingOptimizer(ModelOptimizer):
         """Whether the coming step updates factors."""
         return self._watch.has_open_taps
 
+    @property
+    def _learns(self) -> bool:
+        """Whether the step that is taken may update factors."""
+        return self._watch.has_open_taps or any(layer.pending is not None for layer in self._layers.values())
+
     def curvature(self) -> AbstractContextManager[None]:
         """With ``fisher="separate"``: the backward passes within are those that statistics are taken from.
 

@@ -22,9 +22,10 @@ class DividingOptimizer(SteppingOptimizer):
     """
 
     def _step_weights(self, layers: list[Layer]) -> None:
-        for processes, several in self._by_processes(layers).items():
-            if processes is not None and several[0].layout is None:
-                self._divide(several, processes)
+        if self._now.replicas is not None:
+            for processes, several in self._by_processes(layers).items():
+                if processes is not None and several[0].layout is None:
+                    self._divide(several, processes)
         super()._step_weights(layers)
 
     def _divide(self, layers: list[Layer], processes: Processes) -> None:

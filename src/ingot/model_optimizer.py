@@ -197,7 +197,7 @@ class ModelOptimizer(Optimizer):
 
     def _refresh(self) -> None:
         """Open the taps of the layers whose factors the coming step updates."""
-        self._watch.open_taps(lambda layer: not self._now.paused and self._is_due(layer))
+        self._watch.open_taps(_never if self._now.paused else self._is_due)
 
     def _follow_model(self) -> None:
         """Take over parameters that were replaced in the model or changed their dtype or device."""
@@ -205,11 +205,7 @@ class ModelOptimizer(Optimizer):
             reshard(self._watch.model)  # which shows other parameters after a forward pass alone
         if self._watch.has_changed:
             self._replace_parameters(self._watch)
-        changed = [
-            p
-            for p, (shape, dtype, device) in self._kinds.items()
-            if p.dtype is not dtype or p.device != device or p.shape != shape
-        ]
+        changed = [p for p, kind in self._kinds.items() if (p.shape, p.dtype, p.device) != kind]
         for p in changed:
             self._convert(p, resized=self._kinds[p][0] != p.shape)
             self._kinds[p] = _kind(p)
@@ -272,6 +268,8 @@ class ModelOptimizer(Optimizer):
         self._positions |= {p: i for i, p in enumerate(self._group_index)}
         for p in self._group_index:
             self._kinds.setdefault(p, _kind(p))
+        for layer in self._layers.values():
+            layer.plan = None  # which knows groups by their places
 
     def _group(self, parameter: Tensor) -> Group:
         return self.param_groups[self._group_index[parameter]]
@@ -308,6 +306,10 @@ class ModelOptimizer(Optimizer):
 
 
 _Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def _never(_: Layer) -> bool:
+    return False
 
 
 def _kind(p: Tensor) -> _Kind:

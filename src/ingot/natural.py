@@ -54,11 +54,30 @@ class Kept(NamedTuple):
         settings = tuple(group[name] for name in KEPT_BY)
         return cls(layer.structures, settings, sources, versions, k, c, both, sections)
 
-    def is_of(self, structures: Pair, group: Group, k: Tensor, c: Tensor) -> bool:
-        """Whether factors and settings are still the same."""
-        same = self.structures is structures and self.sources[0] is k and self.sources[1] is c
-        same = same and self.versions == (k._version, c._version)
-        return same and self.settings == tuple(group[name] for name in KEPT_BY)
+    def is_for(self, structures: Pair, group: Group) -> bool:
+        """Whether structures and settings are still the same."""
+        return self.structures is structures and self.settings == tuple(group[name] for name in KEPT_BY)
+
+    def is_of(self, k: Tensor, c: Tensor) -> bool:
+        """Whether factors are still the same."""
+        same = self.sources[0] is k and self.sources[1] is c
+        return same and self.versions == (k._version, c._version)
+
+    def has_room_for(self, k: Tensor, c: Tensor) -> bool:
+        """Whether products of these factors may take the place of the others'."""
+        alike = all(_kind(old) == _kind(new) for old, new in zip(self.sources, (k, c), strict=True))
+        return alike and self.k.square.numel > 0 and self.c.square.numel > 0
+
+    def taking(self, k: Tensor, c: Tensor, bias: Tensor | None) -> Kept:
+        """The products of other factors, in the same memory: what was planned with it stays good."""
+        for product, a in ((self.k, k), (self.c, c)):
+            product.entries.copy_(product.square.of(computable(a)))
+        both = scales(self.k, self.c, bias)
+        return self._replace(sources=(k, c), versions=(k._version, c._version), scales=both)
+
+
+def _kind(factor: Tensor) -> tuple[Any, ...]:
+    return factor.shape, factor.dtype, factor.device
 
 
 def products_of(

@@ -319,10 +319,12 @@ class NaturalGradient(JoiningOptimizer):
             self._make_state()
             return loss
         self._check_captured()
-        scale = loss_scale() if self._fisher == "empirical" else None
-        self._check_loss(scale)
-        self._now.grams.forget()
-        with without_autocast({device.type for *_, device in self._kinds.values()}):
+        scale = None
+        if self._learns:
+            scale = loss_scale() if self._fisher == "empirical" else None
+            self._check_loss(scale)
+            self._now.grams.forget()
+        with without_autocast(device for *_, device in self._kinds.values()):
             self._step_all(scale)
         self._refresh()
         self._reporter.after_step(self)

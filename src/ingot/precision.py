@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor
@@ -45,10 +45,12 @@ def autocast_is_on(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-def without_autocast(devices: Iterable[str]) -> AbstractContextManager[object]:
+def without_autocast(devices: Iterable[torch.device]) -> AbstractContextManager[object]:
     """Products are taken in the dtypes of their factors here, even if the caller wants others."""
+    if not torch._C._is_any_autocast_enabled():
+        return nullcontext()
     stack = ExitStack()
-    for device in devices:
+    for device in {device.type for device in devices}:
         if autocast_is_on(device):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack

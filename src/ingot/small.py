@@ -29,7 +29,14 @@ Settings: TypeAlias = tuple[Any, ...]
 SMALL = 1 << 20
 """Weights of no more entries than this are small."""
 
-SETTINGS = ("normalize_step", "decoupled_weight_decay", "maximize", "cache_products", "precond_every")
+SETTINGS = (
+    "normalize_step",
+    "decoupled_weight_decay",
+    "maximize",
+    "cache_products",
+    "precond_every",
+    "compile",
+)
 """The settings of a group that make a plan another one; rates are read at each step."""
 
 
@@ -81,15 +88,26 @@ class Piece(NamedTuple):
     times_k: Callable[[], object]  # makes them the natural gradient
 
 
+class Sizes(NamedTuple):
+    """Root mean squares that the length of a step depends on."""
+
+    natural: float
+    momentum: float
+    usual: float  # of momenta before
+
+
 class Plan:
     """How a layer takes its steps, with views of all that stays where it is from step to step."""
 
-    def __init__(self, layer: Layer, parts: list[Part], kept: Kept, scratch: Scratch) -> None:
+    def __init__(
+        self, layer: Layer, parts: list[Part], groups: list[int], kept: Kept, scratch: Scratch
+    ) -> None:
         self.scratch, self._layer, self._kept = scratch, layer, kept
         self._adapter, self._module = layer.adapter, layer.module
         self._params: list[Tensor] = [part.p for part in parts]
         self._states = [part.state for part in parts]
         self._momenta: list[Tensor] = [part.state["momentum_buffer"] for part in parts]
+        self._groups = groups
         self._settings = [settings_of(part.group) for part in parts]
         self._count = sum(p.numel() for p in self._params)
         self._natural = scratch.natural[: self._count]
@@ -151,18 +169,23 @@ class Plan:
             return times_k, natural.squeeze(-2)
         return multiplied_in(room, spare, section.product.apply)
 
-    def is_good(self, states: Mapping[Tensor, Any], settings: list[Settings]) -> bool:
+    def is_good(self, states: Mapping[Tensor, Any], settings: list[Settings], rates: list[Rates]) -> bool:
         """Whether the coming step can be taken so: all is where it was, but for the factors.
 
-        ``settings`` are those of the groups of weight and bias now.
+        ``settings`` and ``rates`` are those of all groups now.
         """
         layer = self._layer
-        if layer.natural is not None or layer.layout is not None or self._settings != settings:
+        if layer.natural is not None or layer.layout is not None:
+            return False
+        if [settings[group] for group in self._groups] != self._settings:
             return False
         for p, state, momentum in zip(self._params, self._states, self._momenta, strict=True):
             if states[p] is not state or state.get("momentum_buffer") is not momentum or p.grad is None:
                 return False
-        return layer.structures is self._kept.structures
+        if layer.structures is not self._kept.structures:
+            return False
+        rate = self._momentum_rate(rates)
+        return bool(rate) and rate == float(rates[self._groups[-1]].momentum)
 
     def has_factors(self, rule: Rule) -> bool:
         """Whether the factors are those that the plan was made with."""
@@ -173,34 +196,49 @@ class Plan:
     def take_factors(self, kept: Kept) -> None:
         """Go on with other factors of the same structures; the memory must be lent."""
         assert (kept.scales is None) == bool(self._pieces), "the structures are the same"
-        self._kept = kept
+        before, self._kept = self._kept, kept
+        if kept.k is before.k and kept.c is before.c:
+            return  # which are where the others were
         sections = self._sections(kept) if self._pieces else []
         for index, (section, piece) in enumerate(zip(sections, self._pieces, strict=True)):
             times_k, _ = self._times_k(section, piece.spare, piece.together)
             self._pieces[index] = piece._replace(times_c=kept.c.into(piece.spare), times_k=times_k)
 
-    def has_stepped(self, rates: list[Rates]) -> bool:
-        """Take the step, unless it is not the usual one after all: then nothing has changed.
+    def move_momenta(self, rates: list[Rates]) -> Sizes | None:
+        """Make the natural gradient and the momenta of it: m ← α₂ m + n.
 
-        The memory must be lent.
+        If the step is not the usual one after all, nothing has changed. ``rates`` are those of all groups,
+        and the memory must be lent.
         """
-        rate, state = float(rates[0].momentum), self._states[0]
-        if not rate or rate != rates[-1].momentum:
-            return False
         self._make_natural_gradient()
-        natural_size, usual = _root_mean_square([self._natural]), state["size"].item()
+        rate, state, natural = self._momentum_rate(rates), self._states[0], self._natural
+        natural_size = math.sqrt(torch.dot(natural, natural).item() / self._count)
+        usual = state["size"].item()
         if not stability.is_usual(natural_size, usual, state["steps"]):
-            return False
-        self._move_momenta(rate)
-        size = _root_mean_square(self._flat_momenta or [_flat(momentum) for momentum in self._momenta])
-        noise = stability.noise_size(state["noise"].item(), natural_size, size, rate)
-        agreement, d_i = stability.agreement(size, noise, rate), self._kept.structures[0].dim
-        lengths = stability.step_lengths(rates, size, agreement, d_i, self._weight_size)
-        self._descend([float(length) for length in lengths], [float(its.decay) for its in rates])
-        state["size"].fill_(stability.usual_size(usual, size, True))
+            return None
+        for part, momentum in self._moves:
+            if not self._is_view and momentum is self._momenta[0]:
+                part = self._adapter.matrix_weight(self._module, part, self._params[0])
+            torch.add(part, momentum, alpha=rate, out=momentum)
+        flat = self._flat_momenta or [_flat(momentum) for momentum in self._momenta]
+        squared = sum([torch.dot(m, m).item() for m in flat])
+        return Sizes(natural_size, math.sqrt(squared / self._count), usual)
+
+    def descend(self, sizes: Sizes, rates: list[Rates]) -> None:
+        """Move the weights by the momenta, and note how large these were."""
+        rate, its = self._momentum_rate(rates), [rates[group] for group in self._groups]
+        state = self._states[0]
+        noise = stability.noise_size(state["noise"].item(), sizes.natural, sizes.momentum, rate)
+        agreement, d_i = stability.agreement(sizes.momentum, noise, rate), self._kept.structures[0].dim
+        lengths = stability.step_lengths(its, sizes.momentum, agreement, d_i, self._weight_size)
+        self._move_weights([float(length) for length in lengths], [float(of.decay) for of in its])
+        state["size"].fill_(stability.usual_size(sizes.usual, sizes.momentum, True))
         state["noise"].fill_(noise)
         state["steps"] += 1
-        return True
+
+    def _momentum_rate(self, rates: list[Rates]) -> float:
+        """That of weight and bias: otherwise this is no usual step."""
+        return float(rates[self._groups[0]].momentum)
 
     def _make_natural_gradient(self) -> None:
         """Make it of what the gradients are now, in ``natural``."""
@@ -223,18 +261,12 @@ class Plan:
             times_c(columns_of(matrix, column, start, stop, together))
             times_k()
 
-    def _move_momenta(self, rate: float) -> None:
-        """The momenta m ← α₂ m + n."""
-        for natural, momentum in self._moves:
-            if not self._is_view and momentum is self._momenta[0]:
-                natural = self._adapter.matrix_weight(self._module, natural, self._params[0])
-            torch.add(natural, momentum, alpha=rate, out=momentum)
-
     def _weight_size(self) -> float:
         """How large the weight is."""
-        return _root_mean_square([_flat(self._params[0])])
+        weight = _flat(self._params[0])
+        return math.sqrt(torch.dot(weight, weight).item() / len(weight))
 
-    def _descend(self, lengths: list[float], decays: list[float]) -> None:
+    def _move_weights(self, lengths: list[float], decays: list[float]) -> None:
         """W ← (1 - decay) W - length m, for weight and bias."""
         # How a weight is stored may change at any time, by ``model.to(memory_format=...)``.
         in_order = self._flat_momenta is not None and all(p.is_contiguous() for p in self._params)
@@ -257,8 +289,3 @@ def settings_of(group: Group) -> Settings:
 def _flat(tensor: Tensor) -> Tensor:
     """All numbers of a tensor, a copy of them where they are not stored one after another."""
     return tensor.detach().reshape(-1)
-
-
-def _root_mean_square(flat: list[Tensor]) -> float:
-    total = sum([torch.dot(t, t).item() for t in flat])
-    return math.sqrt(total / sum([len(t) for t in flat]))

@@ -48,8 +48,10 @@ class SteppingOptimizer(UpdatingOptimizer):
     def _step_weights(self, layers: list[Layer]) -> None:
         """Take the steps of all layers, each in the way that takes the least time."""
         self._now.rates = [stability.Rates.of(group) for group in self.param_groups]
-        for several in _buckets(self._step_small(self._step_large(self._step_compiled(layers)))):
-            self._step_layers(several)
+        others = self._step_small(layers)
+        if others:
+            for several in _buckets(self._step_large(self._step_compiled(others))):
+                self._step_layers(several)
 
     def _step_compiled(self, layers: list[Layer]) -> list[Layer]:
         """Take the steps of all layers that can be part of compiled code, and return the others."""
@@ -116,23 +118,35 @@ class SteppingOptimizer(UpdatingOptimizer):
         They share the memory that natural gradients need, and are made in few calls: where a product takes
         a tenth of a millisecond, both make a difference.
         """
-        settings, index = [small.settings_of(group) for group in self.param_groups], self._group_index
-        others = []
+        settings, rates = [small.settings_of(group) for group in self.param_groups], self._now.rates
+        others: list[Layer] = []
+        planned: list[tuple[Layer, small.Plan]] = []
+        moved: list[tuple[Layer, small.Plan, small.Sizes]] = []
+        # All layers do one thing before any does the next: code that has just run is found in the caches.
         with ExitStack() as step:
             for layer in layers:
-                its, plan = [index[p] for p in layer.parameters], layer.plan
-                if plan is None or not plan.is_good(self.state, [settings[i] for i in its]):
+                plan = layer.plan
+                if plan is None or not plan.is_good(self.state, settings, rates):
                     plan = layer.plan = self._plan(layer, step)
+                elif not plan.has_factors(self.rule):
+                    plan.scratch.lend(step)
+                    plan.take_factors(self._kept(layer, self._group(layer.weight)))
+                if plan is None:
+                    others.append(layer)
                 else:
                     plan.scratch.lend(step)
-                    if not plan.has_factors(self.rule):
-                        plan.take_factors(self._kept(layer, self._group(layer.weight)))
-                if (
-                    plan is None
-                    or self._is_looked_at(layer)
-                    or not plan.has_stepped([self._now.rates[i] for i in its])
-                ):
+                    planned.append((layer, plan))
+            for layer, plan in planned:
+                sizes = plan.move_momenta(rates)
+                if sizes is None:
                     others.append(layer)
+                else:
+                    moved.append((layer, plan, sizes))
+        for layer, plan, sizes in moved:
+            plan.descend(sizes, rates)
+            if self._is_looked_at(layer):
+                gradients = [p.grad for p in layer.parameters if p.grad is not None]
+                self._note_gain(layer, sizes.natural, squares(gradients).root_mean)
         return others
 
     def _plan(self, layer: Layer, step: ExitStack) -> small.Plan | None:
@@ -143,9 +157,11 @@ class SteppingOptimizer(UpdatingOptimizer):
         kept = self._kept(layer, parts[0].group)
         if computing(kept.k.entries.dtype) != layer.weight.dtype:
             return None
+        if kept.scales is not None and (parts[0].group["compile"] or layer.weight.numel() > rows.LARGE):
+            return None  # there are better ways
         scratch = small.scratch_for(layer, self._layers.values(), self._now.scratch)
         scratch.lend(step)
-        return small.Plan(layer, parts, kept, scratch)
+        return small.Plan(layer, parts, [self._group_index[part.p] for part in parts], kept, scratch)
 
     def _simple_scales(self, layer: Layer, parts: list[Part]) -> Scales | None:
         """What a gradient is multiplied with, if nothing else is done to it than usual; otherwise None."""
@@ -239,9 +255,14 @@ class SteppingOptimizer(UpdatingOptimizer):
         """K Kᵀ and C Cᵀ; where they are worth keeping, those that were made after the last factor update."""
         state, kept = self.state[layer.weight], layer.kept
         k, c = (state[name] for name in self.rule.applied)
-        if kept is None or not kept.is_of(layer.structures, group, k, c):
-            layer.kept = kept = Kept.of(layer, self.rule, group, (k, c), self._kept_for(layer, group))
-        return kept
+        if kept is not None and kept.is_for(layer.structures, group):
+            if kept.is_of(k, c):
+                return kept
+            if kept.has_room_for(k, c):
+                layer.kept = kept.taking(k, c, layer.bias)
+                return layer.kept
+        layer.kept = Kept.of(layer, self.rule, group, (k, c), self._kept_for(layer, group))
+        return layer.kept
 
     def _kept_for(self, layer: Layer, group: Group) -> int:
         """For how many steps products of a layer's factors may be kept; not at all where memory is short."""

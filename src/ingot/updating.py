@@ -59,6 +59,8 @@ class UpdatingOptimizer(CollectingOptimizer):
     def _update_factors(self, layers: Iterable[Layer], scale: Tensor | None) -> None:
         """Let factors learn what their layers saw, here or in another process that tells of it."""
         learning = [layer for layer in layers if layer.pending is not None]
+        if not learning:
+            return
         for processes, several in self._by_processes(learning).items():
             owners = None if processes is None else shared_work(self._work(several), processes.workers)
             if processes is None or owners is None:
@@ -224,14 +226,13 @@ class UpdatingOptimizer(CollectingOptimizer):
     def _refresh(self) -> None:
         """Open taps; what they meet is multiplied with whole factors, which are needed at no other time."""
         super()._refresh()
-        due = [
-            layer
-            for layer in self._layers.values()
-            if layer.layout is not None and layer.weight.requires_grad and self._is_due(layer)
-        ]
+        shared_out = [layer for layer in self._layers.values() if layer.layout is not None]
+        if not shared_out:
+            return
+        due = [layer for layer in shared_out if layer.weight.requires_grad and self._is_due(layer)]
         self._gather(due, self.rule.keys)
-        for layer in self._layers.values():
-            if layer.whole is not None and layer not in due:
+        for layer in shared_out:
+            if layer not in due:
                 layer.whole = None
 
     # --- Statistics of several processes ------------------------------------------------------------------

@@ -29,6 +29,7 @@ class Watch:
         self._installed: dict[Tap, nn.Module] = {}
         self._names: dict[str, Tensor] = {}
         self._links: list[Link] = []
+        self.has_open_taps = False
         self.close = weakref.finalize(optimizer, _remove_all, self._installed, self._of_model)
         self.close.atexit = False
 
@@ -66,14 +67,12 @@ class Watch:
         if not self._of_model and self.close.alive and are_several():
             hook = ModelHook(self._after_forward)
             self._of_model.append(self.model.register_forward_hook(hook))
+        self.has_open_taps = False
         for layer in self.layers.values():
             is_due = due(layer)
             for tap in layer.taps:
                 tap.active = is_due
-
-    @property
-    def has_open_taps(self) -> bool:
-        return any(tap.active for layer in self.layers.values() for tap in layer.taps)
+                self.has_open_taps |= is_due
 
     @property
     def has_changed(self) -> bool:

@@ -131,6 +131,8 @@ def add_product(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> T
     """β C + α A B of matrices, in one go."""
     if c.ndim == 2:
         return torch.addmm(c, a, b, beta=beta, alpha=alpha)
+    if c.ndim == 3:
+        return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
     shape = c.shape
     c, a, b = (m.flatten(0, -3) for m in (c, a, b))
     return torch.baddbmm(c, a, b, beta=beta, alpha=alpha).view(shape)
