@@ -13,7 +13,19 @@ from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_atte
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ingot
-from ingot import compiled, natural, rows, rules, scalars, small, statistics, stepping, updating
+from ingot import (
+    compiled,
+    natural,
+    rows,
+    rules,
+    scalars,
+    shortcuts,
+    small,
+    stability,
+    statistics,
+    stepping,
+    updating,
+)
 from ingot.health import HealthWarning
 from ingot.structures import BlockDiagonal, Dense, Diagonal, dense, registered
 
@@ -753,7 +765,7 @@ COMPILED = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is depre
 
 @COMPILED
 def test_compiled_steps():
-    with patch.object(stepping, "take_steps", wraps=compiled.take_steps) as taken:
+    with patch.object(shortcuts, "take_steps", wraps=compiled.take_steps) as taken:
         found = faulty_training(compile=True)
     assert taken.call_count == 5
     # Where a gradient was refused, steps have other lengths, but none is longer than three usual ones.
@@ -764,7 +776,7 @@ def test_compiled_steps():
 @COMPILED
 def test_compiled_steps_are_those_of_the_operations_one_by_one():
     kind, settings = (ingot.SINGD, "diagonal"), {"precond_warmup": 0}
-    with patch.object(stepping.stability, "SETTLED_STEPS", 2):
+    with patch.object(stability, "SETTLED_STEPS", 2):
         assert_same(trained(kind, compile=True, **settings), trained(kind, **settings))
 
 
@@ -772,7 +784,7 @@ def test_compiled_steps_are_those_of_the_operations_one_by_one():
 def test_steps_that_are_to_be_compiled_from_some_step_on():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
     optimizer = ingot.SINGD(model, structure="diagonal", precond_every=30, precond_warmup=0)
-    with patch.object(stepping, "take_steps", wraps=compiled.take_steps) as taken:
+    with patch.object(shortcuts, "take_steps", wraps=compiled.take_steps) as taken:
         for step in range(13):
             optimizer.param_groups[0]["compile"] = step == 12
             optimizer.zero_grad()
@@ -801,7 +813,7 @@ def test_momenta_that_differ_are_left_to_single_operations():
     model = nn.Linear(20, 16)
     bias = {"params": "bias", "momentum": 0.5}
     optimizer = ingot.SINGD(model, [bias], structure="diagonal", precond_warmup=0, compile=True)
-    with patch.object(stepping, "take_steps") as taken:
+    with patch.object(shortcuts, "take_steps") as taken:
         for _ in range(13):
             optimizer.zero_grad()
             model(torch.randn(8, 20)).square().mean().backward()

@@ -11,10 +11,10 @@ from ingot.groups import Group
 from ingot.model import Layer
 from ingot.natural import Part, gradient_of
 from ingot.precision import computing
-from ingot.stepping import SteppingOptimizer
+from ingot.shortcuts import ShortcutOptimizer
 
 
-class DividingOptimizer(SteppingOptimizer):
+class DividingOptimizer(ShortcutOptimizer):
     """Steps for which each of several processes makes some natural gradients, and tells the others of them.
 
     Factors are the same everywhere, and so is who makes which. Products of factors are kept where they are

@@ -35,6 +35,7 @@ from ingot.naming import names_keywords
 from ingot.precision import computing, keeping, without_autocast
 from ingot.rules import Pair
 from ingot.scaling import loss_scale
+from ingot.stability import Rates
 from ingot.structures import Factory, bind, resolve
 
 StructureLike: TypeAlias = str | Factory
@@ -332,6 +333,7 @@ class NaturalGradient(JoiningOptimizer):
 
     def _step_all(self, scale: Tensor | None) -> None:
         follow_rates(self.param_groups)
+        self._now.rates = [Rates.of(group) for group in self.param_groups]
         self._share_statistics()
         # A layer that was never captured (its module's forward was bypassed) has no factors: AdamW's.
         layers = [
