@@ -206,7 +206,7 @@ class CaptureHook:
     def _is_open(self) -> bool:
         for taps in self.taps.values():  # at each forward pass, so with as little Python as can be
             for tap in taps:
-                if tap.active and tap.is_open:
+                if tap.is_open:
                     return torch.is_grad_enabled()
         return False
 

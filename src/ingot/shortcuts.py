@@ -41,14 +41,13 @@ class ShortcutOptimizer(SteppingOptimizer):
                 plan = layer.plan
                 if plan is None or not plan.is_good(self.state, settings, rates):
                     plan = layer.plan = self._plan(layer, step)
-                elif not plan.has_factors(self.rule):
-                    plan.scratch.lend(step)
-                    plan.take_factors(self._kept(layer, self._group(layer.weight)))
                 if plan is None:
                     others.append(layer)
-                else:
-                    plan.scratch.lend(step)
-                    planned.append((layer, plan))
+                    continue
+                plan.scratch.lend(step)
+                if not plan.has_factors(self.rule):
+                    plan.take_factors(self._kept(layer, self._group(layer.weight)))
+                planned.append((layer, plan))
             for layer, plan in planned:
                 sizes = plan.move_momenta(rates)
                 if sizes is None:

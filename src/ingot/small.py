@@ -237,7 +237,7 @@ class Plan:
         state["steps"] += 1
 
     def _momentum_rate(self, rates: list[Rates]) -> float:
-        """That of weight and bias: otherwise this is no usual step."""
+        """α₂, which weight and bias have in common in a usual step."""
         return float(rates[self._groups[0]].momentum)
 
     def _make_natural_gradient(self) -> None:
