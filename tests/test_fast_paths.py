@@ -556,6 +556,32 @@ def test_small_weights_in_few_calls(kind, small_steps):
     assert all(small_steps)
 
 
+@pytest.mark.parametrize(
+    "structure",
+    ["block_diagonal(4)", ("dense", "block_diagonal(2)"), ("diagonal", "block_diagonal(5)")],
+    ids=str,
+)
+@pytest.mark.parametrize("keep", [True, False])
+def test_small_weights_whose_rows_are_taken_in_parts(structure, keep, small_steps):
+    def settled() -> list[torch.Tensor]:
+        model = network()
+        settings = {"lr": 0.01, "precond_every": 3, "precond_warmup": 2, "cache_products": keep}
+        optimizer = ingot.SINGD(model, structure=structure, **settings)
+        found = train(model, optimizer, 16)
+        plans = [layer.plan for layer in optimizer._layers.values() if layer.plan is not None]
+        apart.extend(piece.height < plan._matrix.shape[-2] for plan in plans for piece in plan._pieces)
+        return found
+
+    apart: list[bool] = []
+    with WITHOUT_SMALL:
+        expected = settled()
+    with patch.object(small, "PART", 20):
+        assert_same(settled(), expected)
+    assert len(small_steps) >= 4 * 10
+    assert all(small_steps)
+    assert any(apart) == keep  # squares that are made anew are made for all rows at once
+
+
 def test_small_weights_with_gradients_that_are_refused(small_steps):
     with WITHOUT_SMALL:
         expected = faulty_training()
@@ -745,7 +771,32 @@ def test_small_weights_share_memory_that_is_there_in_steps_alone():
     assert watch.large == 0
     (scratch,) = optimizer._now.scratch.values()
     assert scratch.size == 48 * 49  # that of one layer
-    assert scratch.natural.untyped_storage().nbytes() == scratch.spare.untyped_storage().nbytes() == 0
+    assert memory_of(scratch) == [0, 0]
+
+
+def test_products_in_parts_take_less_memory():
+    def lent(part: int) -> list[int]:
+        def watched(plan, rates):
+            sizes.append(memory_of(plan.scratch))
+            return move_momenta(plan, rates)
+
+        sizes: list[list[int]] = []
+        model = nn.Linear(48, 48)
+        optimizer = ingot.SINGD(model, structure="block_diagonal(8)", precond_every=30, precond_warmup=0)
+        with patch.object(small, "PART", part), patch.object(small.Plan, "move_momenta", watched):
+            for _ in range(13):
+                model(torch.randn(4, 48)).square().sum().backward()
+                optimizer.step()
+        return sizes[-1]
+
+    move_momenta = small.Plan.move_momenta
+    assert lent(48 * 48) == [4 * 48 * 49, 4 * 48 * 48]  # the bias is by itself
+    assert lent(48 * 16) == [4 * 48 * 49, 4 * 48 * 16]
+
+
+def memory_of(scratch: small.Scratch) -> list[int]:
+    """Bytes of natural gradients, and of what is on the way to them."""
+    return [tensor.untyped_storage().nbytes() for tensor in (scratch.natural, scratch._spare)]
 
 
 class Allocated(TorchDispatchMode):

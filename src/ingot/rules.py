@@ -20,7 +20,7 @@ from torch import Tensor
 from ingot.precision import computable, computing
 from ingot.scalars import Number, coefficient, number
 from ingot.structures import Square, Structure
-from ingot.structures.base import multiplied_in, written_to
+from ingot.structures.base import SquareSection, multiplied_in, written_to
 
 Pair: TypeAlias = tuple[Structure, Structure]
 """The structures of K and C."""
@@ -76,8 +76,11 @@ class Product:
     @property
     def sections(self) -> list[Section]:
         """Those of the rows that do not mix with the last one, and of the others, if not all mix."""
-        found = self.square.sections(self.entries)
-        return [Section(i, j, Product(square, entries)) for i, j, square, entries in found]
+        return [Section.of(found) for found in self.square.sections(self.entries)]
+
+    def parts(self, count: int) -> list[Section]:
+        """Those of about so many equal parts of the rows that do not mix, nothing if all mix."""
+        return [Section.of(found) for found in self.square.parts(self.entries, count)]
 
 
 class Section(NamedTuple):
@@ -86,6 +89,12 @@ class Section(NamedTuple):
     start: int
     stop: int
     product: Product
+
+    @classmethod
+    def of(cls, section: SquareSection) -> Section:
+        """That of a section of a square."""
+        start, stop, square, entries = section
+        return cls(start, stop, Product(square, entries))
 
 
 class Curvature(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import torch
 from torch import Tensor
 
@@ -36,15 +34,15 @@ class ShortcutOptimizer(SteppingOptimizer):
         planned: list[tuple[Layer, small.Plan]] = []
         moved: list[tuple[Layer, small.Plan, small.Sizes]] = []
         # All layers do one thing before any does the next: code that has just run is found in the caches.
-        with ExitStack() as step:
+        try:
             for layer in layers:
                 plan = layer.plan
                 if plan is None or not plan.is_good(self.state, settings, rates):
-                    plan = layer.plan = self._plan(layer, step)
+                    plan = layer.plan = self._plan(layer)
                 if plan is None:
                     others.append(layer)
                     continue
-                plan.scratch.lend(step)
+                plan.scratch.lend()
                 if not plan.has_factors(self.rule):
                     plan.take_factors(self._kept(layer, self._group(layer.weight)))
                 planned.append((layer, plan))
@@ -54,14 +52,17 @@ class ShortcutOptimizer(SteppingOptimizer):
                     others.append(layer)
                 else:
                     moved.append((layer, plan, sizes))
-        for layer, plan, sizes in moved:
+        finally:
+            for scratch in {*self._now.scratch.values(), *(plan.scratch for _, plan in planned)}:
+                scratch.take_back()
+        for layer, plan, sizes in reversed(moved):  # the last momenta are still in the caches
             plan.descend(sizes, rates)
             if self._is_looked_at(layer):
                 gradients = [p.grad for p in layer.parameters if p.grad is not None]
                 self._note_gain(layer, sizes.natural, squares(gradients).root_mean)
         return others
 
-    def _plan(self, layer: Layer, step: ExitStack) -> small.Plan | None:
+    def _plan(self, layer: Layer) -> small.Plan | None:
         """How a small layer takes its usual step, if that is what it is to take."""
         parts = self._parts(layer) if small.is_small(layer) else []
         if not parts or not self._is_usual(layer, parts):
@@ -72,7 +73,7 @@ class ShortcutOptimizer(SteppingOptimizer):
         if kept.scales is not None and (parts[0].group["compile"] or layer.weight.numel() > rows.LARGE):
             return None  # there are better ways
         scratch = small.scratch_for(layer, self._layers.values(), self._now.scratch)
-        scratch.lend(step)
+        scratch.lend()
         return small.Plan(layer, parts, [self._group_index[part.p] for part in parts], kept, scratch)
 
     def _simple_scales(self, layer: Layer, parts: list[Part]) -> Scales | None:

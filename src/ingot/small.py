@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -29,6 +28,13 @@ Settings: TypeAlias = tuple[Any, ...]
 SMALL = 1 << 20
 """Weights of no more entries than this are small."""
 
+PART = 1 << 17
+"""Products are made of no more rows at once than have so many entries, if structures let rows be apart.
+
+What one product leaves is then in the caches when the next one takes it up, and a step asks for so little
+memory that the system's allocator has it at hand, and need not get it page by page each time.
+"""
+
 SETTINGS = (
     "normalize_step",
     "decoupled_weight_decay",
@@ -47,19 +53,36 @@ class Scratch:
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self.size = size
-        self.spare, self.natural = (torch.empty(size, dtype=dtype) for _ in range(2))
-        self._resize(0)
+        self.size, self._spare_size = size, 0
+        self._spare, self.natural = (torch.empty(size, dtype=dtype) for _ in range(2))
+        self._is_lent = True
+        self.take_back()
 
-    def lend(self, until: ExitStack) -> None:
-        """Have the memory, until this context ends."""
-        if not self.natural.untyped_storage().nbytes():
-            self._resize(self.size)
-            until.callback(self._resize, 0)
+    def lend(self) -> None:
+        """Have the memory."""
+        if not self._is_lent:
+            self._is_lent = True
+            _resize(self.natural, self.size)
+            _resize(self._spare, self._spare_size)
 
-    def _resize(self, size: int) -> None:
-        for tensor in (self.spare, self.natural):
-            tensor.untyped_storage().resize_(size * tensor.itemsize)
+    def take_back(self) -> None:
+        """Have it no longer."""
+        if self._is_lent:
+            self._is_lent = False
+            _resize(self.natural, 0)
+            _resize(self._spare, 0)
+
+    def spare(self, size: int) -> Tensor:
+        """So many numbers that are no natural gradient yet; only while the memory is lent."""
+        if size > self._spare_size:
+            self._spare_size = size
+            _resize(self._spare, size)
+        return self._spare[:size]
+
+
+def _resize(tensor: Tensor, size: int) -> None:
+    """Let the memory behind a tensor be that of so many numbers."""
+    tensor.untyped_storage().resize_(size * tensor.itemsize)
 
 
 def scratch_for(layer: Layer, layers: Iterable[Layer], known: dict[torch.dtype, Scratch]) -> Scratch:
@@ -78,12 +101,13 @@ def is_small(layer: Layer) -> bool:
 
 
 class Piece(NamedTuple):
-    """Columns of a natural gradient that are made by themselves, and where."""
+    """Rows and columns of a natural gradient that are made by themselves, and where."""
 
+    first: int  # row
+    height: int
     start: int
     stop: int
     together: Tensor  # these columns of weight and bias, where both are among them
-    spare: Tensor  # C Cᵀ times these
     times_c: Callable[[Tensor], object]  # multiplies them
     times_k: Callable[[], object]  # makes them the natural gradient
 
@@ -102,7 +126,7 @@ class Plan:
     def __init__(
         self, layer: Layer, parts: list[Part], groups: list[int], kept: Kept, scratch: Scratch
     ) -> None:
-        self.scratch, self._layer, self._kept = scratch, layer, kept
+        self.scratch, self._layer = scratch, layer
         self._adapter, self._module = layer.adapter, layer.module
         self._params: list[Tensor] = [part.p for part in parts]
         self._states = [part.state for part in parts]
@@ -117,15 +141,25 @@ class Plan:
         self._is_view = self._matrix.data_ptr() == self._momenta[0].data_ptr()
         layout = self._matrix.shape, self._matrix.stride()
         self._is_same = self._is_view and layout == (self._momenta[0].shape, self._momenta[0].stride())
+        in_order = all(momentum.is_contiguous() for momentum in self._momenta)
+        self._flat_momenta = [_flat(momentum) for momentum in self._momenta] if in_order else None
+        self._plan(kept)
+
+    def _plan(self, kept: Kept) -> None:
+        """Make the views of what is multiplied with these products."""
+        self._kept = kept
         self._pieces: list[Piece] = []
         self._moves: list[tuple[Tensor, Tensor]] = []  # natural gradients, and the momenta that they are for
         if kept.scales is not None:
             self._plan_scaling()
-        else:
-            for section in self._sections(kept):
-                self._plan_section(section)
-        in_order = all(momentum.is_contiguous() for momentum in self._momenta)
-        self._flat_momenta = [_flat(momentum) for momentum in self._momenta] if in_order else None
+            return
+        rows = math.prod(self._matrix.shape[:-1])
+        for section in kept.sections if self._is_view else [Section(0, kept.structures[0].dim, kept.k)]:
+            room = self._natural[rows * section.start : rows * section.stop]
+            parts = self._row_parts(room.numel())
+            sizes = [room.numel() * (part.stop - part.start) // self._matrix.shape[-2] for part in parts]
+            for part, its_room in zip(parts, room.split(sizes), strict=True):
+                self._plan_piece(part, section, its_room)
 
     def _plan_scaling(self) -> None:
         places = self._natural.split([p.numel() for p in self._params])
@@ -135,26 +169,32 @@ class Plan:
         targets = [self._matrix if self._is_view else self._momenta[0], *self._momenta[1:]]
         self._moves = list(zip(self._scaled, targets, strict=True))
 
-    def _sections(self, kept: Kept) -> list[Section]:
-        return kept.sections if self._is_view else [Section(0, kept.structures[0].dim, kept.k)]
+    def _row_parts(self, size: int) -> list[Section]:
+        """Parts of C Cᵀ that meet so many entries one after the other."""
+        can_be_apart = self._is_view and self._matrix.ndim == 2 and not self._by_columns
+        apart = self._kept.c.parts(-(-size // PART)) if can_be_apart and size > PART else []
+        return apart or [Section(0, self._matrix.shape[-2], self._kept.c)]
 
-    def _plan_section(self, section: Section) -> None:
-        start, stop, _ = section
-        *lead, width = self._matrix.shape
-        rows, shape = math.prod(lead), (*lead, stop - start)
-        room = self._natural[rows * start : rows * stop]
-        spare = place_in(self.scratch.spare[: room.numel()], shape, by_columns=self._by_columns)
+    def _plan_piece(self, rows: Section, columns: Section, room: Tensor) -> None:
+        """How these rows and columns are made, and where."""
+        start, stop, _ = columns
+        matrix = self._matrix.narrow(-2, rows.start, rows.stop - rows.start)
+        *lead, width = matrix.shape
+        shape = (*lead, stop - start)
+        spare = place_in(self.scratch.spare(room.numel()), shape, by_columns=self._by_columns)
         together = place_in(room, shape, by_columns=self._by_columns)
-        times_k, natural = self._times_k(section, spare, together)
-        self._pieces.append(Piece(start, stop, together, spare, self._kept.c.into(spare), times_k))
+        times_k, natural = self._times_k(columns, spare, together)
+        times_c = rows.product.into(spare)
+        self._pieces.append(Piece(rows.start, lead[-1], start, stop, together, times_c, times_k))
         has_bias = stop > width
         if start < width:
-            momentum = self._matrix[..., start : min(stop, width)] if self._is_view else self._momenta[0]
+            momentum = matrix[..., start : min(stop, width)] if self._is_view else self._momenta[0]
             if natural.ndim > len(shape):
                 momentum = momentum.unflatten(-1, natural.shape[-2:])
             self._moves.append((natural[..., :-1] if has_bias else natural, momentum))
         if has_bias:
-            self._moves.append((natural[..., -1], self._momenta[1].view(lead)))
+            momentum = self._momenta[1].view(self._matrix.shape[:-1]).narrow(-1, rows.start, lead[-1])
+            self._moves.append((natural[..., -1], momentum))
 
     def _times_k(
         self, section: Section, spare: Tensor, together: Tensor
@@ -196,13 +236,10 @@ class Plan:
     def take_factors(self, kept: Kept) -> None:
         """Go on with other factors of the same structures; the memory must be lent."""
         assert (kept.scales is None) == bool(self._pieces), "the structures are the same"
-        before, self._kept = self._kept, kept
-        if kept.k is before.k and kept.c is before.c:
-            return  # which are where the others were
-        sections = self._sections(kept) if self._pieces else []
-        for index, (section, piece) in enumerate(zip(sections, self._pieces, strict=True)):
-            times_k, _ = self._times_k(section, piece.spare, piece.together)
-            self._pieces[index] = piece._replace(times_c=kept.c.into(piece.spare), times_k=times_k)
+        if kept.k is self._kept.k and kept.c is self._kept.c:
+            self._kept = kept  # whose products are where the others were
+        else:
+            self._plan(kept)
 
     def move_momenta(self, rates: list[Rates]) -> Sizes | None:
         """Make the natural gradient and the momenta of it: m ← α₂ m + n.
@@ -257,8 +294,12 @@ class Plan:
                 torch.mul(bias[0], of_bias, out=self._scaled[1])
             return
         column = bias[0].view(*matrix.shape[:-1], 1) if bias else None
-        for start, stop, together, _, times_c, times_k in self._pieces:
-            times_c(columns_of(matrix, column, start, stop, together))
+        for first, height, start, stop, together, times_c, times_k in self._pieces:
+            if height == matrix.shape[-2]:
+                times_c(columns_of(matrix, column, start, stop, together))
+            else:
+                beside = None if column is None else column.narrow(-2, first, height)
+                times_c(columns_of(matrix.narrow(-2, first, height), beside, start, stop, together))
             times_k()
 
     def _weight_size(self) -> float:

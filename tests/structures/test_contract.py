@@ -208,16 +208,20 @@ def test_squares_of_rows_that_do_not_mix(text, anew):
         entries, x = square.of(a), torch.randn(dim, 6, dtype=torch.float64)
         expected = s.dense(a) @ s.dense(a).mT @ x
         _close(square.apply(entries, x, torch.empty_like(x)), expected)
-        done = 0
-        for section in square.sections(entries):
-            assert section.start == done < section.stop
-            rows = slice(section.start, section.stop)
-            for mine in (x[rows], x.mT.contiguous().mT[rows]):
-                out = torch.empty_like(mine)
-                assert section.square.apply(section.entries, mine, out) is out
-                _close(out, expected[rows])
-            done = section.stop
-        assert done in (0, dim)
+        for sections in (
+            square.sections(entries),
+            *(square.parts(entries, count) for count in (1, 2, 3, 99)),
+        ):
+            done = 0
+            for section in sections:
+                assert section.start == done < section.stop
+                rows = slice(section.start, section.stop)
+                for mine in (x[rows], x.mT.contiguous().mT[rows]):
+                    out = torch.empty_like(mine)
+                    assert section.square.apply(section.entries, mine, out) is out
+                    _close(out, expected[rows])
+                done = section.stop
+            assert done in (0, dim)
 
 
 def test_squares_of_rows_that_stay_where_they_are(text):
@@ -276,6 +280,19 @@ def test_where_squares_are_cut():
     assert cuts("block_diagonal(4)", 14) == [0, 12]
     assert cuts("block_diagonal(4)", 4) == []
     assert cuts("dense", 7) == []
+
+
+def test_squares_in_parts_of_about_the_same_size():
+    def starts(text, dim, count):
+        s = bind(parse(text), dim)
+        return [part.start for part in s.square.parts(s.square.of(s.identity()), count)]
+
+    assert starts("block_diagonal(4)", 24, 3) == [0, 8, 16]
+    assert starts("block_diagonal(4)", 26, 3) == [0, 12, 24]
+    assert starts("block_diagonal(4)", 24, 4) == [0, 8, 16]  # not one block here and two there
+    assert starts("block_diagonal(4)", 10, 9) == [0, 4, 8]
+    assert starts("block_diagonal(4)", 24, 1) == [0]
+    assert starts("dense", 7, 2) == []
 
 
 @pytest.mark.parametrize(("first", "middle", "last"), [(2, 7, 3), (4, 5, 0), (0, 5, 4)])

@@ -28,6 +28,10 @@ class Square(ABC):
         """Those of the rows that do not mix with the last one, and of the others; nothing where all mix."""
         return []
 
+    def parts(self, entries: Tensor, count: int) -> list[SquareSection]:
+        """Those of about so many equal parts of the rows, which do not mix; nothing where all mix."""
+        return []
+
     @abstractmethod
     def of(self, a: Tensor) -> Tensor:
         """The entries of A Aᵀ, ``[..., numel]``, for an element."""

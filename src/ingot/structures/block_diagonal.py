@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -204,10 +205,18 @@ class _BlockSquares(Square):
         return self.structure.numel
 
     def sections(self, entries: Tensor) -> list[SquareSection]:
+        last = self.structure.dim - (self.structure._tail or self.structure.block)
+        return self._cut(entries, [0, last]) if last else []
+
+    def parts(self, entries: Tensor, count: int) -> list[SquareSection]:
         s = self.structure
-        cut, found = s.dim - (s._tail or s.block), []
-        for start, stop in ((0, cut), (cut, s.dim)) if cut else ():
-            section, place = s.section(start, stop)
+        blocks = -(-s.dim // s.block)
+        return self._cut(entries, list(range(0, s.dim, -(-blocks // count) * s.block)))
+
+    def _cut(self, entries: Tensor, starts: list[int]) -> list[SquareSection]:
+        found = []
+        for start, stop in pairwise([*starts, self.structure.dim]):
+            section, place = self.structure.section(start, stop)
             square: Square = _BlockSquares(section) if isinstance(section, BlockDiagonal) else Squares(1)
             found.append(SquareSection(start, stop, square, entries[..., place]))
         return found
