@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import ingot
 from ingot import IKFAC, INGD, KFAC, PAPER, SINGD
@@ -576,3 +577,81 @@ def test_a_bias_with_a_rate_of_its_own_is_bounded_by_the_size_of_the_weight():
     momenta = [optimizer.state[p]["momentum_buffer"] for p in (layer.weight, layer.bias)]
     size = torch.cat([m.flatten() for m in momenta]).square().mean().sqrt()
     torch.testing.assert_close(before - layer.bias.detach(), 0.03 * 5 * momenta[1] / size)
+
+
+# --- What torch puts around steps -------------------------------------------------------------------------
+
+
+def _small(kind=SINGD):
+    model = nn.Linear(4, 3)
+    optimizer = kind(model, lr=0.1)
+    model(torch.randn(5, 4)).square().sum().backward()
+    return model, optimizer
+
+
+class _Subclass(SINGD):
+    """With a step of its own around the other one."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [SINGD, _Subclass])
+def test_hooks_are_called_once_around_each_step(kind):
+    model, optimizer = _small(kind)
+    calls = []
+
+    def note(name):
+        return lambda this, args, kwargs: calls.append((name, this, args[1:], kwargs, model.weight.clone()))
+
+    handles = [
+        optimizer.register_step_pre_hook(note("before")),
+        optimizer.register_step_post_hook(note("after")),
+        register_optimizer_step_pre_hook(note("before any")),
+        register_optimizer_step_post_hook(note("after any")),
+    ]
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert [name for name, *_ in calls] == ["before any", "before", "after", "after any"]
+    assert all(call[1:4] == (optimizer, (), {}) for call in calls)
+    assert [torch.equal(weight, before) for *_, weight in calls] == [True, True, False, False]
+    for one in range(4):
+        handles[one].remove()
+        calls.clear()
+        optimizer.step()
+        assert len(calls) == 3 - one
+
+
+def test_hooks_may_change_the_arguments_of_a_step():
+    _, optimizer = _small()
+    handle = optimizer.register_step_pre_hook(lambda this, args, kwargs: ((this, lambda: "changed"), {}))
+    assert optimizer.step() == "changed"
+    handle.remove()
+    assert optimizer.step(closure=lambda: "given") == "given"
+
+
+@pytest.mark.parametrize("kind", [SINGD, _Subclass])
+def test_steps_have_a_name_in_profiles(kind):
+    _, optimizer = _small(kind)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    names = [event.key for event in profile.key_averages() if event.key.startswith("Optimizer.step")]
+    assert names == [f"Optimizer.step#{kind.__name__}.step"]
+
+
+def test_schedulers_see_the_steps():
+    _, optimizer = _small()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    scheduler.step()  # warns, which is an error here, where no step was seen
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_gradients_to_zero_or_none():
+    model, optimizer = _small()
+    gradient = model.weight.grad
+    optimizer.zero_grad(set_to_none=False)
+    assert model.weight.grad is gradient
+    assert not gradient.any()
+    optimizer.zero_grad()
+    assert model.weight.grad is None is model.bias.grad

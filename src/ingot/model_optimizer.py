@@ -203,8 +203,8 @@ class ModelOptimizer(Optimizer):
         """Take over parameters that were replaced in the model or changed their dtype or device."""
         if self._watch.has_changed:
             reshard(self._watch.model)  # which shows other parameters after a forward pass alone
-        if self._watch.has_changed:
-            self._replace_parameters(self._watch)
+            if self._watch.has_changed:
+                self._replace_parameters(self._watch)
         changed = [p for p, kind in self._kinds.items() if (p.shape, p.dtype, p.device) != kind]
         for p in changed:
             self._convert(p, resized=self._kinds[p][0] != p.shape)
@@ -277,7 +277,12 @@ class ModelOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and the statistics that came with them."""
         self._follow_model()
-        super().zero_grad(set_to_none)
+        if set_to_none:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad = None
+        else:
+            super().zero_grad(set_to_none=False)
         self._forget_statistics()
         self._now.has_followed = False
         self._refresh()

@@ -32,6 +32,7 @@ from ingot.joining import JoiningOptimizer
 from ingot.model import Layer, find_layers, is_compiled, unwrapped
 from ingot.model_optimizer import preconditionable
 from ingot.naming import names_keywords
+from ingot.observed import observed
 from ingot.precision import computing, keeping, without_autocast
 from ingot.rules import Pair
 from ingot.scaling import loss_scale
@@ -306,6 +307,7 @@ class NaturalGradient(JoiningOptimizer):
 
     # --- Step: factors, then weights --------------------------------------------------------------------
 
+    @observed
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the factors if it is their turn, and then every parameter that has a gradient."""
@@ -342,11 +344,11 @@ class NaturalGradient(JoiningOptimizer):
             if layer.weight.grad is not None and self.rule.names[0] in self.state.get(layer.weight, {})
         ]
         self._update_factors(layers, scale)
-        done = {p for layer in layers for p in layer.parameters}
+        done = {id(p) for layer in layers for p in layer.parameters}
         self._step_weights(layers)
         self._forget_statistics()
         for group in self.param_groups:
-            self._step_adamw(group, [p for p in group["params"] if p.grad is not None and p not in done])
+            self._step_adamw(group, [p for p in group["params"] if p.grad is not None and id(p) not in done])
 
     def _is_asked_for_state(self) -> bool:
         """Whether this is the empty step by which torch.distributed.checkpoint lets state come to be."""
