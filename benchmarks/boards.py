@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from itertools import chain
-from math import inf, isfinite
+from math import hypot, inf, isfinite
 
-from benchmarks.headline import MAIN, NAMES, TITLES, tasks_in_order
+from benchmarks.headline import MAIN, NAMES, TITLES, relative, tasks_in_order
 from benchmarks.stored import Boards
-from ingot.lab.scoreboard import REFERENCE, Standing, geometric_mean, verdict
+from ingot.lab.scoreboard import REFERENCE, Standing, Verdict, geometric_mean, verdict
 from ingot.lab.suite import SUITE
 from ingot.lab.tables import markdown_table
 
 Board = Mapping[str, Mapping[str, Standing]]
+CONTROL = "control"
 
 
 def loss(one: Standing | None, digits: int = 3) -> str:
@@ -121,21 +122,77 @@ def _pair(of: Mapping[str, Standing], digits: int) -> list[str]:
 def summary(boards: Boards) -> str:
     """What the default settings come to, in a sentence."""
     found = verdict(boards["defaults"], MAIN, REFERENCE)
-    way = f"It does not come to {REFERENCE}'s best loss everywhere"
-    if found.steps < inf:
-        shares = f"{found.steps:.2f} of the steps and {found.seconds:.2f} of the time"
-        way = f"To {REFERENCE}'s best loss it takes {shares}"
     text = (
-        f"With default settings {MAIN} is ahead of {REFERENCE} in test loss on {len(found.ahead)} of "
-        f"{len(found.tasks)} tasks. {way} (geometric means)."
+        f"With default settings {MAIN} is ahead of {REFERENCE} in test loss on {_of_all(found.ahead, found)} "
+        f"tasks. {_way(found)} (geometric means)."
     )
     if "tuned" in boards:
         tuned = verdict(boards["tuned"], MAIN, REFERENCE)
-        text += f" With both tuned it is ahead on {len(tuned.ahead)} of {len(tuned.tasks)}"
-        level = [task for task in tuned.level if task not in tuned.ahead]
-        behind = [task for task in tuned.tasks if task not in tuned.level]
-        for words, tasks in ((f"within a standard error of {REFERENCE}", level), ("behind", behind)):
-            names = "; ".join(NAMES.get(task, task) for task in tasks)
-            text += f", {words} on {len(tasks)} ({names})" if tasks else ""
-        text += "."
+        names = {task: NAMES.get(task, task) for task in tuned.tasks}
+        text += f" With both tuned it is ahead on {_of_all(tuned.ahead, tuned)}{_not_ahead(tuned, names)}."
     return text
+
+
+def beside_reference(board: Board) -> str:
+    """How the default optimizer stands beside the reference and the control, in sentences."""
+    found = verdict(board, MAIN, REFERENCE)
+    text = f"{MAIN} is ahead of {REFERENCE} in loss on {_of_all(found.ahead, found)} tasks and in error on "
+    text += str(len(found.ahead_in_error))
+    if any(CONTROL in of for of in board.values()):
+        control = verdict(board, MAIN, CONTROL)
+        behind = [f"`{task}`" for task in control.tasks if task not in control.ahead]
+        text += f", and ahead of the control on all{' but ' if behind else ''}{', '.join(behind)}"
+    text += (
+        f". {_way(found)} (geometric means; a step takes {found.step_seconds:.2f} of {REFERENCE}'s time). "
+    )
+    text += f"{found.diverged or 'None'} of its runs diverged."
+    task, share, errors = _smallest_lead(board)
+    lead = f"{1 - share:.1%}, {errors:.1f} standard errors of the difference"
+    return f"{text} Its lead is smallest on `{task}`: {lead}."
+
+
+def in_time(board: Board) -> str:
+    """How it stands with as many steps as the reference's time has room for, in a sentence."""
+    found = verdict(board, MAIN, REFERENCE)
+    names = {task: f"`{task}`" for task in found.tasks}
+    text = f"{MAIN} is ahead in loss on {_of_all(found.ahead, found)} and in error on "
+    return f"{text}{len(found.ahead_in_error)}{_not_ahead(found, names)}."
+
+
+def beside_others(board: Board, others: Iterable[str]) -> str:
+    """On how many tasks it is ahead of each of some others, and where these are, in a sentence."""
+    parts = []
+    for other in others:
+        found = verdict(board, MAIN, other)
+        rest = [f"`{task}`" for task in found.tasks if task not in found.ahead]
+        where = f", which is ahead on {', '.join(rest)}" if rest else ""
+        parts.append(f"of {other} on {_of_all(found.ahead, found)}{where}")
+    return f"{MAIN} is ahead {'; '.join(parts)}."
+
+
+def _of_all(tasks: Collection[str], found: Verdict) -> str:
+    return f"{len(tasks)} of {len(found.tasks)}"
+
+
+def _way(found: Verdict) -> str:
+    """How far it is to the reference's best loss."""
+    if found.steps == inf:
+        return f"It does not come to {REFERENCE}'s best loss everywhere"
+    shares = f"{found.steps:.2f} of the steps and {found.seconds:.2f} of the time"
+    return f"To {REFERENCE}'s best loss it takes {shares}"
+
+
+def _not_ahead(found: Verdict, names: Mapping[str, str]) -> str:
+    """On which tasks it is level with the reference, and on which behind."""
+    level = [names[task] for task in found.level if task not in found.ahead]
+    behind = [names[task] for task in found.tasks if task not in found.level]
+    parts = ((f"within a standard error of {REFERENCE}", level), ("behind", behind))
+    return "".join(f", {words} on {len(tasks)} ({'; '.join(tasks)})" for words, tasks in parts if tasks)
+
+
+def _smallest_lead(board: Board) -> tuple[str, float, float]:
+    """The task where it is, the share of the reference's loss, and the lead in standard errors of it."""
+    shares = {task: relative(of, MAIN)[0] for task, of in board.items() if {MAIN, REFERENCE} <= of.keys()}
+    task = max(shares, key=lambda task: shares[task])
+    this, other = board[task][MAIN], board[task][REFERENCE]
+    return task, shares[task], (other.loss - this.loss) / hypot(this.loss_error, other.loss_error)

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import ingot
-from benchmarks import boards, figures, headline, report, stored
+from benchmarks import boards, figures, headline, report, stored, tables
 from benchmarks.measured import Results
 from benchmarks.stored import load_boards, load_groups, load_study
 from ingot.lab import plot, precision_report, summary
@@ -114,8 +114,14 @@ PEERS, OWN = ("SGD", "Muon", "SOAP", "official"), ("SINGD diagonal", "control")
 """Optimizers that two tables of one board share out, beside those that both have."""
 
 
-def _board(phase: str, source: str = BOARD, without: Sequence[str] = ()) -> str:
-    return boards.losses_and_errors(load_boards(stored.FOLDER / f"{source}.json")[phase], without)
+Told = Callable[[boards.Board], str]
+"""What a board comes to, in sentences."""
+
+
+def _board(phase: str, source: str = BOARD, without: Sequence[str] = (), told: Told | None = None) -> str:
+    board = load_boards(stored.FOLDER / f"{source}.json")[phase]
+    table = boards.losses_and_errors(board, without)
+    return table if told is None else f"{table}\n\n{told(board)}"
 
 
 def _ablation(chosen_on: bool) -> str:
@@ -165,6 +171,10 @@ STRUCTURES = (
 )
 
 
+def _step_costs() -> str:
+    return tables.cost_of_defaults(Results.load(stored.FOLDER / f"{BENCH}.json"))
+
+
 def _comparison(name: str, *kinds: str, without: str = "") -> str:
     """A comparison without its times, which `make bench` measures as they should be; or some columns."""
     groups = load_groups(stored.FOLDER / f"compare_{name}.json")
@@ -190,11 +200,16 @@ def _precision(only: str = "") -> str:
 TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("README.md", "results"): _results,
     ("README.md", "structures"): _structures,
-    ("docs/from_adamw.md", "defaults"): partial(_board, "defaults", without=PEERS),
-    ("docs/from_adamw.md", "peers"): partial(_board, "defaults", without=OWN),
-    ("docs/from_adamw.md", "in_time"): partial(_board, f"in {REFERENCE}'s time"),
+    ("docs/from_adamw.md", "defaults"): partial(
+        _board, "defaults", without=PEERS, told=boards.beside_reference
+    ),
+    ("docs/from_adamw.md", "peers"): partial(
+        _board, "defaults", without=OWN, told=partial(boards.beside_others, others=PEERS)
+    ),
+    ("docs/from_adamw.md", "in_time"): partial(_board, f"in {REFERENCE}'s time", told=boards.in_time),
     ("docs/from_adamw.md", "tuned"): partial(_board, "tuned"),
     ("docs/from_adamw.md", "bfloat16"): partial(_board, "defaults", BF16),
+    ("docs/from_adamw.md", "step_costs"): _step_costs,
     ("docs/from_adamw.md", "chosen"): partial(_ablation, True),
     ("docs/from_adamw.md", "validated"): partial(_ablation, False),
     ("docs/laboratory.md", "digits"): partial(_comparison, "digits"),

@@ -13,6 +13,8 @@ from benchmarks.targets import (
     MODELS,
     Part,
     Verdict,
+    alone_beside_adamw,
+    defaults_beside_adamw,
     iteration,
     plain_step,
     speedup,
@@ -149,6 +151,19 @@ def alone_table(results: Results) -> str:
         pairs = [(results.alone[m].get(title, []), results.alone[m][STATE_REFERENCE]) for m in models]
         rows.append((title, *(str(ratio(mine, adamw) or NOTHING) for mine, adamw in pairs)))
     return markdown_table(("iteration / AdamW's", *(NAMES[model] for model in models)), rows) + "\n"
+
+
+def cost_of_defaults(results: Results) -> str:
+    """Iterations of SINGD as it comes in units of AdamW's, a column for each model."""
+    models = [model for model in MODELS if model in results.times]
+    rows = [
+        (where, *(_spread(measure(results, model)) for model in models))
+        for where, measure in (
+            ("in turns with all others in one process", defaults_beside_adamw),
+            ("each in a process of its own", alone_beside_adamw),
+        )
+    ]
+    return markdown_table(("", *(results.times[model].title for model in models)), rows)
 
 
 def memory_table(found: dict[str, Memory]) -> str:

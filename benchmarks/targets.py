@@ -138,10 +138,16 @@ def iteration_beside(
     return ratio(ours.iterations(), other.iterations()) if ours and other else None
 
 
-def alone_beside_adamw(results: Results, model: str, title: str) -> Spread | None:
-    """Iteration time in units of AdamW's where each has a process of its own."""
+def defaults_beside_adamw(results: Results, model: str) -> Spread | None:
+    """Iteration time of SINGD as it comes in units of AdamW's, in turns with all others."""
+    of = (SINGD.default_structure, STATE_REFERENCE, "ingot, defaults", DEFAULT_EVERY)
+    return iteration_beside(results, model, *of)
+
+
+def alone_beside_adamw(results: Results, model: str) -> Spread | None:
+    """The same where each has a process of its own."""
     found = results.alone.get(model, {})
-    return ratio(found[title], found[STATE_REFERENCE]) if title in found else None
+    return ratio(found[DEFAULTS], found[STATE_REFERENCE]) if DEFAULTS in found else None
 
 
 def memory_beside_adamw(results: Results, model: str, structure: str, field: str) -> Spread | None:
@@ -187,20 +193,13 @@ def _speed() -> Iterator[Target]:
     for model in MODELS:
         measure = partial(iteration_beside, model=model, structure="diagonal", reference=STATE_REFERENCE)
         yield Target("diagonal", "iteration at T=10, ingot / AdamW", model, 1.0, False, measure)
-        structure, every = SINGD.default_structure, DEFAULT_EVERY
-        measure = partial(
-            iteration_beside,
-            model=model,
-            structure=structure,
-            reference=STATE_REFERENCE,
-            package="ingot, defaults",
-            every=every,
-        )
-        claim = f"iteration at T={every}, defaults / AdamW"
-        yield Target(structure, claim, model, DEFAULTS_BESIDE_ADAMW, False, measure)
-        measure = partial(alone_beside_adamw, model=model, title=DEFAULTS)
-        claim += ", each in a process of its own"
-        yield Target(structure, claim, model, DEFAULTS_BESIDE_ADAMW, False, measure)
+        for measure_defaults, where in (
+            (defaults_beside_adamw, ""),
+            (alone_beside_adamw, ", each in a process of its own"),
+        ):
+            claim = f"iteration at T={DEFAULT_EVERY}, defaults / AdamW{where}"
+            measure = partial(measure_defaults, model=model)
+            yield Target(SINGD.default_structure, claim, model, DEFAULTS_BESIDE_ADAMW, False, measure)
 
 
 def _never_slower() -> Iterator[Target]:

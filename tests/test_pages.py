@@ -144,6 +144,42 @@ def test_the_results_of_the_readme():
     )
 
 
+WITH_CONTROL = {
+    "digits": BOARD["digits"] | {"control": _standing(0.2)},
+    "cora": {
+        "AdamW": replace(_standing(0.5), step_seconds=1.0),
+        "SINGD": _standing(0.49, spread=0.004),
+        "control": _standing(0.7),
+    },
+}
+
+
+def test_what_a_board_comes_to_in_sentences():
+    told = boards.beside_reference(WITH_CONTROL)
+    assert told.startswith(
+        "SINGD is ahead of AdamW in loss on 2 of 2 tasks and in error on 2, and ahead of the control on all "
+        "but `digits`. To AdamW's best loss it takes 0.50 of the steps and 0.70 of the time (geometric "
+        "means; a step takes 1.10 of AdamW's time). None of its runs diverged. "
+    )
+    assert told.endswith("smallest on `cora`: 2.0%, 2.0 standard errors of the difference.")
+    assert "control" not in boards.beside_reference({"digits": BOARD["digits"]})
+    lost = {"digits": BOARD["digits"] | {"SINGD": replace(_standing(inf, inf), diverged=2, steps=inf)}}
+    assert "does not come to AdamW's best loss" in boards.beside_reference(lost)
+    assert "2 of its runs diverged" in boards.beside_reference(lost)
+
+
+def test_what_a_board_in_the_same_time_comes_to():
+    assert boards.in_time(BOARD) == (
+        "SINGD is ahead in loss on 2 of 3 and in error on 2, behind on 1 (`diamonds`)."
+    )
+
+
+def test_on_how_many_tasks_it_is_ahead_of_others():
+    assert boards.beside_others(WITH_CONTROL, ["control", "SGD"]) == (
+        "SINGD is ahead of control on 1 of 2, which is ahead on `digits`; of SGD on 1 of 1."
+    )
+
+
 def _losses(**by_label: float) -> dict[str, Standing]:
     labels = {"default": "SINGD", "warm": "SINGD precond_warmup=0", "rule": "IKFAC"}
     return {labels.get(name, name): _standing(loss, 1.0) for name, loss in by_label.items()}
