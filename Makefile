@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@
 
-demo: setup ## Compare seven optimizers on handwritten digits; writes a report with figures to runs/demo
+demo: setup ## Compare eight optimizers on handwritten digits; writes a report with figures to runs/demo
 	$(BIN)/python -m ingot.lab compare digits --seeds 3 --threads 1 --out runs/demo
 
 precision: setup ## Train in bfloat16 and in float32 and compare; writes a figure and a report to runs/precision

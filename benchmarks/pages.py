@@ -171,8 +171,8 @@ STRUCTURES = (
 )
 
 
-def _step_costs() -> str:
-    return tables.cost_of_defaults(Results.load(stored.FOLDER / f"{BENCH}.json"))
+def _measured(table: Callable[[Results], str]) -> str:
+    return table(Results.load(stored.FOLDER / f"{BENCH}.json"))
 
 
 def _comparison(name: str, *kinds: str, without: str = "") -> str:
@@ -209,7 +209,7 @@ TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("docs/from_adamw.md", "in_time"): partial(_board, f"in {REFERENCE}'s time", told=boards.in_time),
     ("docs/from_adamw.md", "tuned"): partial(_board, "tuned"),
     ("docs/from_adamw.md", "bfloat16"): partial(_board, "defaults", BF16),
-    ("docs/from_adamw.md", "step_costs"): _step_costs,
+    ("docs/from_adamw.md", "step_costs"): partial(_measured, tables.cost_of_defaults),
     ("docs/from_adamw.md", "chosen"): partial(_ablation, True),
     ("docs/from_adamw.md", "validated"): partial(_ablation, False),
     ("docs/laboratory.md", "digits"): partial(_comparison, "digits"),
@@ -221,6 +221,7 @@ TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("docs/reproduce.md", "vgg"): partial(_comparison, "vgg", "test error", "peak"),
     ("docs/reproduce.md", "precision"): partial(_precision, "paper, λ = 0.0001"),
     ("docs/reproduce.md", "cct"): partial(_comparison, "cct", "test error", "state"),
+    ("docs/reproduce.md", "growth"): partial(_measured, tables.gaps_table),
     ("docs/reproduce.md", "gcn"): partial(_comparison, "gcn", "test error", "best", without="SGD"),
 }
 """What stands between the marks of pages, by page and name."""

@@ -15,6 +15,7 @@ from benchmarks.targets import (
     Verdict,
     alone_beside_adamw,
     defaults_beside_adamw,
+    exponent_gap,
     iteration,
     plain_step,
     speedup,
@@ -189,6 +190,27 @@ def growth_table(scaling: Scaling) -> str:
             cells.append(_unbroken(f"{mark} {fitted:.2f} / {paper:.2f} ({terms[kind].text})"))
         rows.append((structure, *cells))
     return markdown_table(("structure", *KINDS), rows) + "\n"
+
+
+def gaps_table(results: Results) -> str:
+    """How far fitted exponents are from those of the paper's formulas, and where that is most."""
+    gaps = {
+        (structure, kind): gap.median
+        for structure in PAPER
+        for kind in KINDS
+        if (gap := exponent_gap(results, structure, kind))
+    }
+    rows = [(structure, *(f"{gaps[structure, kind]:.2f}" for kind in KINDS)) for structure in PAPER]
+    worst = max(gaps, key=lambda place: gaps[place])
+    where = f"{gaps[worst]:.2f} at most ({', '.join(worst)})"
+    table = markdown_table(("difference of the exponent to the paper's", *KINDS), rows)
+    scaling = results.scaling
+    assert scaling is not None
+    sgd = f"{exponent(scaling.dims, scaling.sgd_seconds):.2f}"
+    return (
+        f"{table}\n\nExponents of time differ from the paper's by {where}. SGD's own step, whose work grows "
+        f"with d², takes d^{sgd} on this machine: small weights are in its caches, large ones are not."
+    )
 
 
 def storage_table(scaling: Scaling) -> str:

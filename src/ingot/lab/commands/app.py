@@ -27,7 +27,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-COMPARED = ("SGD", "AdamW", "KFAC", "IKFAC", "INGD", "SINGD:diagonal", "SINGD:hierarchical(15,15)")
+COMPARED = ("SGD", "AdamW", "KFAC", "IKFAC", "INGD", "SINGD", "SINGD:diagonal", "SINGD:hierarchical(15,15)")
 """The paper's optimizers, as ``compare`` and ``bench`` take them by default."""
 
 OPTIMIZER_FORMS = (
