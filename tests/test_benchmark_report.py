@@ -174,6 +174,25 @@ def test_defaults_beside_adamw_in_a_process_of_its_own():
     assert "| ingot SINGD, defaults | 1.10 [1.05, 1.15] |" in broken(report.page(results(), ""))
 
 
+def test_what_a_step_of_the_defaults_costs():
+    times = {"mlp": model_times(), "gpt": model_times()}
+    ours = timing(DEFAULTS, "ingot, defaults", SINGD.default_structure, DEFAULT_EVERY, 25.0, 5.0)
+    times["mlp"].timings.append(ours)  # 16 ms an iteration, where AdamW takes 14
+    found = broken(tables.cost_of_defaults(results(times=times)))
+    assert found.splitlines()[2:] == [
+        "| in turns with all others in one process | 1.14 [1.14, 1.14] | – |",
+        "| each in a process of its own | 1.10 [1.05, 1.15] | – |",
+    ]
+
+
+def test_gaps_are_told_with_the_widest_one():
+    found = tables.gaps_table(results(scaling=growth(wrong="diagonal")))
+    assert "| dense | 0.00 | 0.00 | 0.00 |" in found
+    assert "| diagonal | 0.50 | 1.50 | 1.50 |" in found
+    assert "by 1.50 at most (diagonal, statistics)" in found
+    assert "takes d^2.25 on this machine" in found
+
+
 def test_never_slower_is_missed_where_one_is():
     slower = results(times={"mlp": model_times(), "gpt": model_times(ours=4.4)})
     claim = "step at T=1, official / ingot: never slower"
