@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from ingot.lab.interrupting import Interrupted
 from ingot.lab.loading import Shares, Shuffled
 from ingot.lab.optimizers import choose
 from ingot.lab.records import Folder, Record, Run, runs_below
+from ingot.lab.schedules import scheduled
 from ingot.lab.task import Classification, Regression, Task, Tensors, Training, from_function
-from ingot.lab.training import Interrupted, Loop, Trainer, scheduled
+from ingot.lab.training import Loop, Trainer
 
 
 def task(examples: int = 40, **training) -> Task:

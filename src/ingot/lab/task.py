@@ -105,9 +105,6 @@ class NodeClassification:
         return Score(cross_entropy(scores, labels) * count, scores.argmax(-1).ne(labels).sum().float(), count)
 
 
-SCHEDULES = ("cosine", "step", "constant")
-
-
 @dataclass(frozen=True)
 class Training:
     """How a task is trained, unless told otherwise.

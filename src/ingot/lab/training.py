@@ -5,35 +5,33 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import cos, isfinite, pi
+from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import ingot
+from ingot.lab.accelerators import accelerator_for, default_precision
+from ingot.lab.interrupting import Interrupted, stop_signals
 from ingot.lab.loading import test_batches, training_batches
 from ingot.lab.memory import resident_bytes, state_bytes
 from ingot.lab.records import Folder, Record, Run
-from ingot.lab.task import SCHEDULES, Task
+from ingot.lab.schedules import scheduled
+from ingot.lab.task import Task
 
 SAVE_SECONDS = float(os.environ.get("INGOT_SAVE_SECONDS", "30"))
 """A checkpoint is written after an epoch, but not sooner than so long after the last."""
 
 LOOK_EVERY = 10
 """Steps from one look at the loss to the next: to look means to wait for the device."""
-
-PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,6 @@ class Loop:
     tensorboard: bool = True
 
 
-class Interrupted(KeyboardInterrupt):
-    """Training was interrupted; all is saved."""
-
-
 Watcher: TypeAlias = Callable[["Progress"], None]
 
 
@@ -78,36 +72,6 @@ class Progress:
     loss: float = float("nan")
     seconds_left: float | None = None
     memory: int = 0
-
-
-def default_precision(task: Task) -> str:
-    """bfloat16 where the task is for it and the hardware has it."""
-    has = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    return "bf16" if task.training.short_floats and has else "fp32"
-
-
-def accelerator_for(precision: str) -> Accelerator:
-    """Accelerate's view of this process; those of one precision share it."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"there is no precision {precision!r}: choose {', '.join(PRECISIONS)}")
-    from accelerate.state import AcceleratorState
-
-    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != PRECISIONS[precision]:
-        AcceleratorState._reset_state()  # keeps the process group
-    # Several processes without a device of their own are seen as such only if the CPU is asked for.
-    on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
-    return Accelerator(mixed_precision=PRECISIONS[precision], cpu=on_cpu)
-
-
-def scheduled(schedule: str, decay_every: int, steps_per_epoch: int, steps: int) -> Callable[[int], float]:
-    """The learning rate after so many steps, as a share of the first."""
-    if schedule == "cosine":
-        return lambda step: 0.5 + 0.5 * cos(pi * min(step, steps) / max(1, steps))
-    if schedule == "step":
-        return lambda step: 0.1 ** (step // (decay_every * steps_per_epoch))
-    if schedule == "constant":
-        return lambda step: 1.0
-    raise ValueError(f"there is no schedule {schedule!r}: choose {', '.join(SCHEDULES)}")
 
 
 class Maker(Protocol):
@@ -231,7 +195,7 @@ class Trainer:
         progress = Progress(run, self.step, self.steps)
         self.writer = self._writer()
         try:
-            with _stop_signals() as stop:
+            with stop_signals() as stop:
                 if not run.records:
                     self._evaluate(run, float("nan"))
                 while self.step < self.steps and run.state != "diverged":
@@ -436,25 +400,3 @@ class Trainer:
         run.state = "interrupted"
         self._save(run)
         raise Interrupted
-
-
-@contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Whether a signal asked to stop; a second one is not waited for."""
-    asked: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # only the main thread has signals
-        yield lambda: False
-        return
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

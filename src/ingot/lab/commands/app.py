@@ -15,7 +15,7 @@ import typer
 
 from ingot.lab.optimizers import OPTIMIZERS
 from ingot.lab.recipes.base import SIZES
-from ingot.lab.task import SCHEDULES
+from ingot.lab.schedules import SCHEDULES
 from ingot.lab.tasks import FORMS
 
 app = typer.Typer(
@@ -103,7 +103,7 @@ def plainly() -> Iterator[None]:
 @contextmanager
 def resumable() -> Iterator[None]:
     """After an interruption, say how to go on."""
-    from ingot.lab.training import Interrupted
+    from ingot.lab.interrupting import Interrupted
 
     try:
         yield
