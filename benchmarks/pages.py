@@ -172,6 +172,7 @@ STRUCTURES = (
 
 
 def _measured(table: Callable[[Results], str]) -> str:
+    """What `make bench` found, in one of its tables."""
     return table(Results.load(stored.FOLDER / f"{BENCH}.json"))
 
 

@@ -28,7 +28,7 @@ app = typer.Typer(
 )
 
 COMPARED = ("SGD", "AdamW", "KFAC", "IKFAC", "INGD", "SINGD", "SINGD:diagonal", "SINGD:hierarchical(15,15)")
-"""The paper's optimizers, as ``compare`` and ``bench`` take them by default."""
+"""The paper's optimizers and SINGD as it comes, as ``compare`` and ``bench`` take them by default."""
 
 OPTIMIZER_FORMS = (
     f"An optimizer: {', '.join(OPTIMIZERS)}. With a structure: SINGD:diagonal, or "
